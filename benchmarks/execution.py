@@ -154,7 +154,7 @@ def switch(engine: LocalEngine, variant: str) -> None:
     global compiled, by_trees
     if variant not in ON_LANES:
         engine.lanes = []
-        engine.home = None
+        engine.server_lane = None
     if variant != "kernels":
         for lane in all_lanes(engine):
             lane.tune = None
@@ -165,7 +165,7 @@ def switch(engine: LocalEngine, variant: str) -> None:
 
 
 def all_lanes(engine: LocalEngine) -> list[Any]:
-    return [*engine.lanes, *([] if engine.home is None else [engine.home])]
+    return [*engine.lanes, *([] if engine.server_lane is None else [engine.server_lane])]
 
 
 def evidence(engine: LocalEngine) -> Row:

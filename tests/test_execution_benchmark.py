@@ -68,7 +68,7 @@ def test_a_variant_switches_lanes_kernels_and_the_loss(
 ) -> None:
     plain = fit.classification
     two, home = [SimpleNamespace(tune=fuse) for _ in range(2)], SimpleNamespace(tune=fuse)
-    engine = SimpleNamespace(lanes=two, home=home)
+    engine = SimpleNamespace(lanes=two, server_lane=home)
     execution.switch(engine, variant)
     assert [lane.tune for lane in execution.all_lanes(engine)] == lanes * [tune]
     assert compiler.modes == modes

@@ -50,14 +50,14 @@ def test_a_run_too_short_for_anything_to_come_back_says_so(name: str) -> None:
     experiment = perceptrons(algorithm)
     (first,), (second,) = experiment.rounds(1), experiment.rounds(2)
     (said,) = algorithm.remarks([first])
-    assert "clients learned alone" in said
+    assert "training was local only" in said
     assert algorithm.remarks([first, second]) == algorithm.remarks([second]) == []
 
 
 def test_a_federation_of_one_says_that_it_learned_alone() -> None:
     algorithm = tiny("dffke", collaboration=0.1)
     (said,) = algorithm.remarks(list(perceptrons(algorithm).rounds(2)))
-    assert "so clients learned alone" in said
+    assert "so training was local only" in said
     for name in ("dffke", "fedavg", "local"):  # who was taught, and who never wanted to be
         assert tiny(name).remarks(list(perceptrons(tiny(name)).rounds(1))) == []
 

@@ -1,4 +1,6 @@
-"""Heterogeneous federated learning: clients share knowledge, but neither data nor architectures.
+"""Heterogeneous federated learning: clients exchange knowledge, not data.
+
+Their architectures may differ.
 
 A method is a frozen dataclass of hyperparameters. `ALGORITHMS` maps names to methods, and an
 `Experiment` runs one: pass an instance, or a name to use the defaults. Every method's class can be

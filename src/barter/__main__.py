@@ -1,4 +1,4 @@
-"""python -m barter"""
+"""Run barter's command line by `python -m barter`."""
 
 import sys
 

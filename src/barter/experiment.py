@@ -140,22 +140,24 @@ class Experiment:
         *,
         resume: bool = False,
         monitor: Monitor | None = None,
-        behind: Which = "last",
-        overrule: bool = False,
+        after_round: Which = "last",
+        ignore_stop: bool = False,
     ) -> Experiment:
-        """Return the experiment that a configuration describes, with all clients in this process.
+        """Return the experiment of a configuration, with all clients in this process.
 
         Args:
             config: The configuration.
             out: The run's folder; with None, nothing is written.
             resume: Continue the run in the folder.
             monitor: Notified of the run's progress.
-            behind: The round after which a resumed run continues; later rounds are dropped.
-            overrule: Continue a resumed run although it stopped early.
+            after_round: The round after which a resumed run continues; later rounds are dropped.
+            ignore_stop: Continue a resumed run although it stopped early.
         """
         config = with_threads(replace(config, engine="local"), out, resume=resume)
         federation = assemble(config, monitor=monitor)
-        return cls.of(federation, out, resume=resume, behind=behind, overrule=overrule)
+        return cls.of(
+            federation, out, resume=resume, after_round=after_round, ignore_stop=ignore_stop
+        )
 
     @classmethod
     def restore(cls, run: Path, *, unlimited: bool = False, trust: bool = False) -> Experiment:
@@ -203,15 +205,15 @@ class Experiment:
         out: Path | None,
         *,
         resume: bool,
-        behind: Which = "last",
-        overrule: bool = False,
+        after_round: Which = "last",
+        ignore_stop: bool = False,
     ) -> Experiment:
-        """Return the experiment of an assembled federation; see `from_config` for the arguments.
+        """Return the experiment of an assembled federation.
 
-        Its clients may be in this process or at Flower sites.
+        Its clients may be in this process or at Flower sites. See `from_config` for the arguments.
         """
         experiment = cls.__new__(cls)
-        experiment._begin(federation, out, resume, behind, overrule)
+        experiment._begin(federation, out, resume, after_round, ignore_stop)
         return experiment
 
     def _begin(
@@ -219,10 +221,13 @@ class Experiment:
         federation: Federation,
         out: Path | None,
         resume: bool,
-        behind: Which = "last",
-        overrule: bool = False,
+        after_round: Which = "last",
+        ignore_stop: bool = False,
     ) -> None:
-        """Set up the experiment; open its folder and restore its checkpoint, if any."""
+        """Set up the experiment; open its folder and restore its checkpoint, if any.
+
+        See `from_config` for the arguments.
+        """
         self.config = federation.config
         self.server = federation.server
         self.engine = federation.engine
@@ -251,15 +256,18 @@ class Experiment:
         if self.config.start and not (resume and out is not None and has_checkpoint(out)):
             start_from(Path(self.config.start), federation)
         self._data = "" if out is None else federation.fingerprint()
-        self.folder = None if out is None else self._open(out, resume, behind)
+        self.folder = None if out is None else self._open(out, resume, after_round)
         if self.folder is not None and resume:
-            self._recall_stop(self.folder, overrule)
+            self._recall_stop(self.folder, ignore_stop)
         if self.folder is not None and self.round:
             # The run may have been killed after its checkpoint and before its privacy statement.
             self.folder.state(self.privacy().to_json())
 
     def _chance(self, federation: Federation) -> float:
-        """Return the accuracy on the test set of a model that always predicts the same class."""
+        """Return the test accuracy of always predicting the most frequent class.
+
+        Without a test set, it is 1 / number of classes.
+        """
         classes = federation.server.spec.classes
         if federation.test is None or not len(federation.test):
             return 1 / classes
@@ -333,13 +341,13 @@ class Experiment:
         return record
 
     def privacy(self) -> Statement:
-        """Return what the clients have released so far, and the privacy guarantee that follows."""
+        """Return what clients have released so far, and the resulting guarantee."""
         selection = self.config.keep == "best" or self.config.patience is not None
         return make_statement(
             self.config.privacy,
             self.algorithm,
             self.engine.crossed,
-            self.engine.told,
+            self.engine.reported_epsilon,
             secret=not isinstance(self.engine, LocalEngine),
             start=self.config.start,
             validation=self.config.data.validation > 0,
@@ -350,7 +358,7 @@ class Experiment:
         )
 
     def _require_budget(self) -> None:
-        """Raise if too few clients have budget left for another round like the earlier ones."""
+        """Raise PrivacyError if too few clients have budget for another round."""
         plan = Plan(self.config.privacy, self.algorithm)
         client_ids = self.engine.client_ids
         released = {k: plan.count_releases(seen) for k, seen in self.engine.crossed.items()}
@@ -399,10 +407,10 @@ class Experiment:
         return record
 
     def _require_finite(self, t: int) -> None:
-        """Raise if a round left NaN or infinity in the server's state, which must not be saved.
+        """Raise StateError if a round left NaN or infinity in the server's state.
 
-        The next round would fail: a server does not send such numbers, and no later checkpoint
-        could be used either.
+        Such a state must not be saved. The next round would fail: a server does not send such
+        numbers, and no later checkpoint could be used either.
         """
         found = infinite_leaves(self.server.memory())
         if not found:
@@ -418,7 +426,7 @@ class Experiment:
         raise StateError(message)
 
     def _with_warnings(self, record: Round) -> Round:
-        """Return the record with a warning if the primary model has collapsed in this round."""
+        """Return the record, with a warning if the primary model has collapsed."""
         warning = self.accuracy_watch.add(record)
         if not warning:
             return record
@@ -429,9 +437,16 @@ class Experiment:
         return replace(record, warnings=[*record.warnings, warning])
 
     def _earlier_round(self, before: str, than: int) -> str:
-        """Return the command that goes back to the last kept round before another; or nothing.
+        """Return the command that goes back to an earlier round, for messages.
 
         Sites of a run on Flower keep their own memory, which does not go back.
+
+        Args:
+            before: Text to put before the command.
+            than: The round must be earlier than this one.
+
+        Returns:
+            The text, or nothing if no earlier checkpoint is kept.
         """
         if self.folder is None or not isinstance(self.engine, LocalEngine):
             return ""
@@ -441,7 +456,7 @@ class Experiment:
         return f"{before}`barter resume {self.folder.path} --round {earlier[-1]}` goes back"
 
     def _way_back(self, errors: Sequence[str]) -> str:
-        """Return how to go back if several clients fail at what they received; or nothing.
+        """Return how to go back if several clients' answers are extreme; or nothing.
 
         One client's malformed answer is its own. If others' are extreme too, an earlier round has
         probably spoilt what all clients start from.
@@ -450,7 +465,10 @@ class Experiment:
         return self._earlier_round("; ", self.round) if len(extreme) > 1 else ""
 
     def _save(self, folder: RunFolder, former_best: int | None) -> None:
-        """Write the finished round's checkpoint, and delete those that `keep_rounds` and `keep` allow."""
+        """Write the finished round's checkpoint; delete those not to be kept.
+
+        `keep_rounds` and `keep` decide.
+        """
         keep = set(range(self.round - self.config.keep_rounds + 1, self.round))
         # However many rounds follow a collapse, or are not evaluated: there is a way back.
         if self.accuracy_watch.good is not None:
@@ -464,7 +482,7 @@ class Experiment:
         folder.save(self.round, self._state(), self._origin(), keep, until_saved)
 
     def _warn_without_validation(self) -> None:
-        """Warn if `keep` or `patience` needs a validation accuracy and the first round has none."""
+        """Warn that `keep` or `patience` needs a validation accuracy and there is none."""
         if self.config.keep == "best" or self.config.patience is not None:
             log.warning(
                 "no client reports a validation accuracy: no round is the best, and the run does "
@@ -472,7 +490,15 @@ class Experiment:
             )
 
     def _record(self, t: int, all_clients: Clients, start: float) -> Round:
-        """Evaluate clients and server where evaluation is due, and return the record of round t."""
+        """Evaluate clients and server if due, and return the record of round t.
+
+        Reports, times, failures and byte counts of the round are collected and reset.
+
+        Args:
+            t: The round.
+            all_clients: All clients.
+            start: When the round began, by `time.perf_counter`.
+        """
         participants = sorted(self.engine.participants)
         tested = [k for k in all_clients if self.engine.tests_due(k, EVALUATION)]
         adversarial = self.engine.adversarial
@@ -519,7 +545,7 @@ class Experiment:
         )
 
     def _origin(self) -> dict[str, str]:
-        """Return the configuration and the data's fingerprint, which a checkpoint carries along."""
+        """Return the configuration and the data's fingerprint, for checkpoints."""
         return {"config": to_toml(self.config), "data": self._data}
 
     def _state(self) -> dict[str, Any]:
@@ -529,11 +555,15 @@ class Experiment:
             "clients": self.engine.memory(),
             "networks": self.networks,
             "crossed": self.engine.crossed,
-            "told": self.engine.told,
+            "told": self.engine.reported_epsilon,
         }
 
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
-        """Raise if the checkpoint was made with another configuration or other data."""
+        """Check that a checkpoint was made with this configuration and these data.
+
+        Raises:
+            CheckpointError: They differ, or the checkpoint does not say.
+        """
         if not {"config", "data"} <= origin.keys():
             raise CheckpointError(
                 f"{path} was written by an older version, which did not record its configuration "
@@ -560,12 +590,12 @@ class Experiment:
             )
 
     def _begun_with(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values a run was begun with, and defaults for keys of newer versions."""
+        """Return the values a run was begun with, with defaults for newer keys."""
         privacy = to_plain(replace(self.config, privacy=Privacy()))["privacy"]
         return with_defaults({"privacy": privacy, **tree})
 
-    def _recall_stop(self, folder: RunFolder, overrule: bool) -> None:
-        """Restore the early stop of a resumed run, or continue the run if the stop is overruled."""
+    def _recall_stop(self, folder: RunFolder, ignore_stop: bool) -> None:
+        """Restore the early stop of a resumed run, or ignore it and continue."""
         for record in folder.records():
             self.selection.add(record)
             self.accuracy_watch.add(record)
@@ -575,10 +605,10 @@ class Experiment:
             folder.forget_stop()
             recorded = None
         if recorded is not None and recorded.overruled:
-            self.selection.overrule(recorded)
+            self.selection.ignore_stop(recorded)
         due = self.selection.stop()
-        if due is not None and recorded is not None and overrule:
-            folder.note_stop(self.selection.overrule(due))
+        if due is not None and recorded is not None and ignore_stop:
+            folder.note_stop(self.selection.ignore_stop(due))
         elif due is not None:
             folder.note_stop(due)
             self.stopped = due
@@ -586,11 +616,11 @@ class Experiment:
             folder.forget_stop()
 
     def _read_checkpoint(
-        self, path: Path, behind: Which
+        self, path: Path, after_round: Which
     ) -> tuple[int, Payload, dict[str, str]] | None:
         """Read the checkpoint to continue from; None if no round is finished."""
-        if behind != "last":
-            return checkpoint_of(path, behind)
+        if after_round != "last":
+            return checkpoint_of(path, after_round)
         try:
             return last_checkpoint(path)
         except CheckpointError as error:
@@ -600,28 +630,34 @@ class Experiment:
             back = f"`barter resume {path} --round {earlier[-1]}` goes back to an earlier round"
             raise CheckpointError(f"{error}; {back}") from error
 
-    def _open(self, path: Path, resume: bool, behind: Which) -> RunFolder:
-        """Create the run's folder, or open it and restore the checkpoint to continue from."""
+    def _open(self, path: Path, resume: bool, after_round: Which) -> RunFolder:
+        """Create the run's folder, or open it and restore its checkpoint."""
         code = code_names(to_plain(self.config))
         if not resume:
             return RunFolder.create(path, to_toml(self.config), lambda: note_consent(path, code))
         folder = RunFolder.existing(path)
         try:
-            self._continue(folder, behind, code)
+            self._continue(folder, after_round, code)
         except BaseException:
             # The traceback keeps the folder alive, and with it the lock.
             folder.release()
             raise
         return folder
 
-    def _continue(self, folder: RunFolder, behind: Which, code: list[str]) -> None:
-        """Restore the checkpoint of an opened folder, and write to it what changes."""
+    def _continue(self, folder: RunFolder, after_round: Which, code: list[str]) -> None:
+        """Restore the checkpoint of an opened folder, and drop later rounds.
+
+        Settings that may change, such as the number of rounds, are written to the folder.
+
+        Raises:
+            CheckpointError: The run has another configuration, or its checkpoint does not fit.
+        """
         path = folder.path
         begun = self._begun_with(read_toml(folder.config))
         key = first_difference(to_plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
-        checkpoint = self._read_checkpoint(path, behind)
+        checkpoint = self._read_checkpoint(path, after_round)
         if checkpoint is not None:
             self.round, state, origin = checkpoint
             self._require_same(path, origin)
@@ -655,7 +691,7 @@ class Experiment:
         self.engine.recall(state["clients"])
         for k, seen in state.get("crossed", {}).items():
             self.engine.crossed[k] = self.engine.crossed.get(k, {}) | seen
-        self.engine.told = state.get("told", {})
+        self.engine.reported_epsilon = state.get("told", {})
         # Records may hold values of epsilon that clients reported after the checkpoint.
         for record in records:
             for k, metrics in record.clients.items():

@@ -469,7 +469,7 @@ def test_feddistill_says_when_nobody_heard_of_its_own_classes() -> None:
     heard, (said,) = told(2)
     assert heard == [0.0, 0.0]
     assert (
-        "no client received a prediction for one of its classes in 2 rounds, so clients learned alone"
+        "no client received a prediction for one of its classes in 2 rounds, so training was local only"
         in said
     )
     assert algorithm.remarks([]) == []

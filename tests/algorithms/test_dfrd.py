@@ -398,7 +398,7 @@ def test_fine_tuning_mends_what_averaging_broke() -> None:
     tau, p = label_weights(torch.ones(2, 10), 0.0)
     ensemble, (generator, _) = build_ensemble(server, weights), algorithm.load_generators(server)
     algorithm.play(server, generator, None, ensemble, tau, p)
-    algorithm.judge(server, generator, ensemble, tau, p)
+    algorithm.report_quality(server, generator, ensemble, tau, p)
     assert experiment.test is not None
     told = algorithm.evaluate_server(server, experiment.test)
     assert (

@@ -13,7 +13,7 @@ from barter import Experiment
 from barter.algorithms import dense, fedftg, fediod, fedzkt
 from barter.algorithms.dense import DENSE, Archive, Sketch
 from barter.algorithms.fedftg import FedFTG
-from barter.algorithms.fediod import Curator, FedIOD, Judge
+from barter.algorithms.fediod import Curator, DiscriminatorClient, FedIOD
 from barter.algorithms.fedzkt import FedZKT
 from barter.core import seeds
 from barter.core.clients import Clients, Replies
@@ -511,7 +511,7 @@ def test_fediods_slopes_are_those_of_one_place() -> None:
     list(experiment.rounds(1))
     server, judges = (
         cast(Curator, experiment.server),
-        cast("dict[int, Judge]", experiment.engine.clients),
+        cast("dict[int, DiscriminatorClient]", experiment.engine.clients),
     )
     generator = decoder_of(server, algorithm)
     with seeds.scope(0, "draw"):
@@ -566,12 +566,15 @@ def test_fediods_clients_train_once_and_show_no_weights() -> None:
         )
         # Logits of two batches of six, and six slopes.
         assert second.clients[k]["bytes_up"] == 4 * (2 * 6 * 10 + 6 * 64)
-        assert cast(Judge, client).batch == []
+        assert cast(DiscriminatorClient, client).batch == []
     discriminators = [
-        cast(Judge, client).discriminator for client in experiment.engine.clients.values()
+        cast(DiscriminatorClient, client).discriminator
+        for client in experiment.engine.clients.values()
     ]
     assert not same(discriminators[0], discriminators[1]), "each has its own"
-    assert float(cast(Judge, experiment.engine.clients[0]).moments[0]["step"]) == 2, "two rounds"
+    assert float(cast(DiscriminatorClient, experiment.engine.clients[0]).moments[0]["step"]) == 2, (
+        "two rounds"
+    )
 
 
 def test_fediods_failed_clients_are_neither_heard_nor_forgotten(

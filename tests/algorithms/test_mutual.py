@@ -129,7 +129,7 @@ def test_something_of_what_the_other_knows_arrives(kind: Any) -> None:
 
 def test_fml_says_when_the_word_of_the_shared_network_counts_nothing() -> None:
     assert FML().remarks([]) == []
-    assert "learned alone" in FML(alpha=1.0).remarks([])[0]
+    assert "trained locally only" in FML(alpha=1.0).remarks([])[0]
 
 
 def test_fedkds_loss_by_hand_and_where_its_gradients_end() -> None:

@@ -28,13 +28,13 @@ def images(labels: list[int], first: int) -> Images:
 def test_a_pool_has_of_each_class_as_many_of_others() -> None:
     own, others = images([0, 0, 0, 1, 1, 1], 0), images([0, 0, 1, 1, 1, 1, 1, 2], 100)
     made = make_pool(own, others, seed=3)
-    inside = made.judged < made.members
+    inside = made.candidates < made.members
     assert made.members == 6
     assert made.images.pixels[:6].equal(own.pixels)
-    for side in (made.judged[inside], made.judged[~inside]):
+    for side in (made.candidates[inside], made.candidates[~inside]):
         assert made.images.labels[side].bincount(minlength=3).tolist() == [2, 3, 0]
         assert len(side.unique()) == 5
-    assert bool((made.images.pixels[made.judged[~inside]] >= 100).all())
+    assert bool((made.images.pixels[made.candidates[~inside]] >= 100).all())
 
 
 @given(st.integers(2, 40), st.integers(1, 4), st.integers(0, 99))

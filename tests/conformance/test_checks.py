@@ -221,7 +221,7 @@ class Headless(Sound):
             "tolerates_malformed_answers",
             "whose answer is .* to 'rows': no failure of 'rows' is recorded",
         ),
-        (Silent, "is_documented", "mystery has no comment behind it"),
+        (Silent, "is_documented", "mystery has no comment next to it"),
     ],
 )
 def test_a_broken_rule_is_named(kind: type[Algorithm[Any, Any]], check: str, message: str) -> None:
@@ -235,7 +235,7 @@ def test_a_wire_that_isolates_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch)
     trial = Trial(tiny("fedavg"))
     assert find_problem(conformance.isolates_parties, trial) == ""
     monkeypatch.setattr(conformance, "isolate", lambda tree, device=None, path="": tree)
-    assert "beside a receiver that overwrites its copy: server.model" in find_problem(
+    assert "with a receiver that overwrites its copy: server.model" in find_problem(
         conformance.isolates_parties, trial
     )
 

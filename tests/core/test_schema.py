@@ -149,7 +149,7 @@ class Endless(Sizes):
         (Defined(), "its contract gives the name 'depth' to another size"),
         (Misspelt(), "sizes declares 'dept', and there is no such field or method"),
         (NoTuple(), "sizes is 'depth', expected names"),
-        (Misplaced(), "Floats says nothing of torch.Tensor | None: annotate the tensor"),
+        (Misplaced(), "Floats does not apply to torch.Tensor | None: annotate the tensor"),
         (Endless(), "a type that contains itself has no contract"),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_required_feature_width_is_known_without_the_network() -> None:
 
 
 def test_weights_are_for_states() -> None:
-    with pytest.raises(TypeError, match="Weights says nothing of .*Tensor"):
+    with pytest.raises(TypeError, match="Weights does not apply to .*Tensor"):
         compile_hint(Annotated[Tensor, Weights("server")])
-    with pytest.raises(TypeError, match="Within says nothing of"):
+    with pytest.raises(TypeError, match="Within does not apply to"):
         compile_hint(list[Annotated[State, Within(0, 1)]])

@@ -182,7 +182,7 @@ def test_the_parts_of_a_folder_are_no_classes(tmp_path: Path) -> None:
         6,
     )
     shutil.move(tmp_path / "val", tmp_path / "extra")
-    with pytest.raises(ConfigError, match="holds train/ and extra/ beside it"):
+    with pytest.raises(ConfigError, match="holds train/ and extra/ next to it"):
         load_dataset(f"folder:{tmp_path}")
     shutil.rmtree(tmp_path / "extra")
     alone = load_dataset(f"folder:{tmp_path}")

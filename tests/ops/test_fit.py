@@ -103,7 +103,7 @@ def test_others_are_trained_along_with_the_clients_network_and_every_step_is_giv
         return along.weight.sum()
 
     numbers = ((torch.tensor(i),) for i in count())
-    fit_by(client, loss, epochs=2, batch_size=500, recipe=sgd(0.5), beside=numbers, also=[along])
+    fit_by(client, loss, epochs=2, batch_size=500, recipe=sgd(0.5), extras=numbers, also=[along])
     steps = 2 * epoch_length(len(client.data), 500)
     assert given == list(range(steps))
     assert along.weight.item() == pytest.approx(before - 0.5 * steps)
@@ -166,9 +166,9 @@ def test_the_server_trains_on_rows() -> None:
         assert torch.equal(10 * x.flatten(), y), "rows stay together"
         return factor * module.weight.sum()
 
-    beside = iter([(torch.tensor(1.0),), (torch.tensor(3.0),)])
+    extras = iter([(torch.tensor(1.0),), (torch.tensor(3.0),)])
     fit_rows(
-        server, "rows", module, loss, rows, epochs=2, batch_size=5, recipe=sgd(1.0), beside=beside
+        server, "rows", module, loss, rows, epochs=2, batch_size=5, recipe=sgd(1.0), extras=extras
     )
     assert module.weight.item() == -4.0, "two epochs of one step"
 

@@ -21,13 +21,13 @@ from barter.ops.synthesis import (
     build_ensemble,
     collapse_remarks,
     diversity,
-    duel,
     fidelity,
     fidelity_by_label,
     label_codes,
     merge_spectra,
     sample_canvases,
     spectrum,
+    train_alternately,
     variety,
     within_range,
 )
@@ -262,7 +262,7 @@ def test_players_take_turns_and_the_student_is_frozen_meanwhile(training: bool) 
         Player(artist, sgd(0.1), seek, lambda: one, 2),
         Player(student, sgd(0.1), learn, lambda: other, 1),
     )
-    duel(server, *players, 2, training=training)
+    train_alternately(server, *players, 2, training=training)
     assert "".join(moves) == "ggsggs"
     assert artist.w.item() == pytest.approx(-0.1 * 2 * 4)
     assert student.w.item() == pytest.approx(-0.1 * 3 * 2)
@@ -279,7 +279,7 @@ def test_optimizers_may_be_new_in_each_turn() -> None:
         artist, student = Number(), Number()
         first = Player(artist, sgd(0.1, momentum=0.5), lambda z, w=artist.w: w * z, lambda: one, 1)
         second = Player(student, sgd(0.1), lambda z, w=student.w: w * z, lambda: one, 1)
-        duel(server, first, second, 2, training=False, lasting=lasting)
+        train_alternately(server, first, second, 2, training=False, lasting=lasting)
         ends.append(artist.w.item())
     assert ends == pytest.approx([-0.25, -0.2])
 

@@ -108,7 +108,7 @@ def test_a_method_that_cannot_train_in_private_is_told_so_in_one_line(
         *training,
         status=1,
     )
-    assert "privacy.training: this method as configured looks at private images" in text
+    assert "privacy.training: this method as configured reads private images" in text
     assert "Traceback" not in text
 
 

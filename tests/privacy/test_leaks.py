@@ -115,14 +115,14 @@ def test_training_counts_whatever_a_method_makes_of_reports(tmp_path: Path) -> N
 def test_training_of_which_nobody_says_the_cost_has_no_epsilon() -> None:
     experiment = federation(FedAvg)
     experiment.step()
-    said = {k: epsilon for k, epsilon in experiment.engine.told.items() if k != 1}
+    said = {k: epsilon for k, epsilon in experiment.engine.reported_epsilon.items() if k != 1}
     found = make_statement(
         TRAINING, experiment.algorithm, experiment.engine.crossed, said, secret=True
     )
     assert math.isinf(found.epsilon)
     assert found.why == ("client 1 reports no finite ε",)
     for nonsense in (None, "little", math.nan, -1.0):
-        experiment.engine.told.clear()
+        experiment.engine.reported_epsilon.clear()
         experiment.engine.record_epsilon(1, nonsense)
         assert math.isinf(experiment.privacy().epsilon)
 

@@ -315,9 +315,7 @@ class Peeking(FedAvg):
 def test_an_evaluation_sees_no_more_of_sealed_images_than_an_answer() -> None:
     training = Privacy(training="clip=1 noise=1")
     experiment = small_federation(Peeking(epochs=1), models="small-mlp", privacy=training)
-    with pytest.raises(
-        ClientError, match=r"looks at private images \(labels\) other than by `fit`"
-    ):
+    with pytest.raises(ClientError, match=r"reads private images \(labels\) other than by `fit`"):
         experiment.step()
 
 

@@ -146,7 +146,7 @@ def test_a_run_goes_back_to_the_last_good_round(tmp_path: Path) -> None:
     assert experiment.folder is not None
     experiment.folder.release()
     config = resolve(read_toml(run / "config.toml"))
-    again = Experiment.from_config(config, run, resume=True, behind=1)
+    again = Experiment.from_config(config, run, resume=True, after_round=1)
     assert same(state(again), found[0])
     again.step()
     assert same(state(again), found[1])

@@ -1,4 +1,4 @@
-"""The algorithms, one file for each paper, and the registry that maps names to classes.
+"""The algorithms, one file for each paper, and the registry of their names.
 
 Files that name no paper hold what several algorithms share: `broadcast`, `condensation`,
 `one_width`, `partial` and `public`.

@@ -34,7 +34,7 @@ C = TypeVar("C", bound=Client, default=Client)
 
 @dataclass(frozen=True, kw_only=True)
 class Broadcast(Algorithm[S, C]):
-    """Average the weights that some clients trained, and send the average to all clients."""
+    """Average the weights that some clients trained; send the average to all."""
 
     server_model = ServerModel("shared")
     aggregates = ("states",)

@@ -1,4 +1,4 @@
-"""Central training: all data in one place, the upper bound that no federation can count on.
+"""Central training: all data in one place, as an upper bound for federations.
 
 Every client uploads its images and trains its own architecture on the pooled images of all clients.
 The byte counts show what that would cost: the private data itself crosses the wire, in every round.
@@ -51,7 +51,7 @@ def require_side(side: int, client: int, own: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Central(Algorithm):
-    """Train every client's network on the pooled data of all clients, without any privacy."""
+    """Train every client's network on all clients' pooled data, without privacy."""
 
     crosses = {
         "measure": Crossing(up="the number of pixels on a side of the images"),

@@ -2,7 +2,7 @@
 
 Clients condense their images into a few per class. The server trains one global model on all
 clients' condensed images and sends it back. Initial images, the limit of a step and the length of
-the server's training are the same for both, so that their results differ by the methods alone.
+the server's training are the same for both, so that their results differ only by the methods.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Condenser(Client):
 
 @dataclass(frozen=True, kw_only=True)
 class Condensation(Algorithm[Server, Condenser]):
-    """Clients upload condensed images; the server trains one model on them and sends it back."""
+    """Clients upload condensed images; the server trains one model on them.
+
+    The clients receive the model.
+    """
 
     primary = "server"
     server_model = ServerModel("shared")
@@ -110,7 +113,7 @@ class Condensation(Algorithm[Server, Condenser]):
         return pack_lot(data, sizes, images)
 
     def report_variety(self, client: Condenser, images: Tensor, labels: Tensor) -> None:
-        """Report the variety of the condensed images, and of the originals of the same classes."""
+        """Report the variety of condensed images and of originals of their classes."""
         members = [
             (client.data.labels == c).nonzero()[: self.batch_size, 0] for c in torch.unique(labels)
         ]
@@ -162,15 +165,15 @@ class Condensation(Algorithm[Server, Condenser]):
         loss: Callable[..., tuple[Tensor, ...]],
         images: Tensor,
         labels: Tensor,
-        *beside: Tensor,
+        *extras: Tensor,
         terms: Sequence[str],
         weight_decay: float = 0.0,
     ) -> None:
         """Train the server's model on condensed images and report the terms of its loss.
 
         Args:
-            loss: Called with a batch of images, their labels and `beside`.
-            beside: Tensors that are the same in every step.
+            loss: Called with a batch of images, their labels and `extras`.
+            extras: Tensors that are the same in every step.
             terms: Names of the values that `loss` returns, for the report.
             weight_decay: Weight decay of the SGD.
         """
@@ -180,7 +183,7 @@ class Condensation(Algorithm[Server, Condenser]):
         first_and_last: list[Tensor] = []
         for step in server.track("train", range(steps)):
             index = next(batches)
-            values = trainer.step(loss, images[index], labels[index], *beside)
+            values = trainer.step(loss, images[index], labels[index], *extras)
             if step in (0, steps - 1):
                 first_and_last.append(torch.stack([value.float() for value in values]))
         server.report |= first_and_last_terms(terms, first_and_last)

@@ -129,7 +129,7 @@ def sketch_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class DENSE(Algorithm[Archive]):
-    """Clients upload models once; the server's model learns from them on synthetic images."""
+    """Clients upload models once; the server distils them on synthetic images."""
 
     primary = "server"
     aggregates = ("logits",)
@@ -231,7 +231,7 @@ class DENSE(Algorithm[Archive]):
         return Images(server.pixels[0], server.labels[0], server.spec)
 
     def distil(self, server: Archive, ensemble: Ensemble, shares: Tensor) -> None:
-        """Train the server's model for one pass over all stored images."""
+        """Distil the ensemble into the server's model in one pass over stored images."""
         images = self.images(server)
         index = torch.arange(len(images), device=server.device)
 

@@ -4,7 +4,7 @@
 The server trains a generator of images on which the clients' models agree with a label and its own
 model does not yet, and distils the clients' models into its own on these images. As fine-tuning,
 the server's model is first averaged from the clients' models by another method (`base`); as a
-data-free method (`base = "none"`) it learns from generated images alone, and clients may have any
+data-free method (`base = "none"`) it learns from generated images only, and clients may have any
 networks. One round:
 
 1. Clients train on their images and upload weights and the number of images of each class.
@@ -82,10 +82,10 @@ from barter.ops.synthesis import (
     build_ensemble,
     collapse_remarks,
     diversity,
-    duel,
     fidelity,
     label_weights,
     to_network_input,
+    train_alternately,
     usefulness,
     variety,
 )
@@ -108,7 +108,7 @@ class Codes(NamedTuple):
 
 
 class Distiller(Server):
-    """A server with a generator, its slow copy, and its averaged model before fine-tuning."""
+    """A server with a generator, its slow copy, and the average before fine-tuning."""
 
     generator: State = {}
     slow: State = {}
@@ -144,7 +144,7 @@ def moving_average(slow: State, now: State, momentum: float) -> State:
 
 @contextmanager
 def use_average(server: Distiller) -> Iterator[None]:
-    """Set the server's model to its averaged weights before fine-tuning, within the context."""
+    """Give the server's model the averaged weights, before fine-tuning, in the block."""
     tuned = copy_state(server.model)
     server.model.load_state_dict(server.averaged)
     yield
@@ -153,7 +153,10 @@ def use_average(server: Distiller) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class DFRD(PartialTraining[Distiller]):
-    """Distil the clients' models into the server's on generated images, with or without averaging."""
+    """Distil clients' models into the server's on generated images.
+
+    `base` says whether and how the clients' models are averaged before.
+    """
 
     aggregates = ("states", "logits")
     retired = {"smoothing": 0.0, "student_norm": "kept"}
@@ -243,7 +246,7 @@ class DFRD(PartialTraining[Distiller]):
         return super().budget(client, clients) if self.base in EXTRACTION else 1.0
 
     @property
-    def tells_counts(self) -> bool:
+    def uploads_counts(self) -> bool:
         return True
 
     def average_updates(
@@ -270,7 +273,7 @@ class DFRD(PartialTraining[Distiller]):
         generator, slow = self.load_generators(server)
         self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
         self.remember(server, generator)  # Eq. 6
-        self.judge(server, generator, ensemble, tau, p)
+        self.report_quality(server, generator, ensemble, tau, p)
 
     def load_generators(self, server: Distiller) -> tuple[MergeGenerator, MergeGenerator | None]:
         """Return the generator and its slow copy as the last round left them.
@@ -330,7 +333,7 @@ class DFRD(PartialTraining[Distiller]):
             sample_for_both,
             self.global_steps,
         )
-        duel(
+        train_alternately(
             server,
             artist,
             student,
@@ -350,9 +353,9 @@ class DFRD(PartialTraining[Distiller]):
         y: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """Return L_gen (Eq. 5), plus the embeddings' excess and the distance from statistics.
+        """Return L_gen (Eq. 5) plus two terms: embeddings' excess, batch statistics.
 
-        The last term is not in the paper; see `beta_bn`.
+        The distance from the models' batch statistics is not in the paper; see `beta_bn`.
         """
         h = generator.merge_inputs(z, y)
         s = to_network_input(generator.generate(h), spec, self.output)
@@ -410,7 +413,7 @@ class DFRD(PartialTraining[Distiller]):
         server.slow = moving_average(slow, now, self.slow_momentum)
 
     @torch.no_grad()
-    def judge(
+    def report_quality(
         self,
         server: Distiller,
         generator: MergeGenerator,
@@ -418,7 +421,7 @@ class DFRD(PartialTraining[Distiller]):
         tau: Tensor,
         p: Tensor,
     ) -> None:
-        """Report measures of the generated images and of the model's agreement with the ensemble.
+        """Report the quality of generated images, and agreement with the ensemble.
 
         These are the images' variety, their distance from the clients' statistics, how often the
         ensemble predicts the label, and how often the model, before and after fine-tuning, predicts
@@ -441,7 +444,11 @@ class DFRD(PartialTraining[Distiller]):
     def generate_batch(
         self, server: Distiller, generator: MergeGenerator, p: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Generate a batch of images with labels sampled in proportion to `p`; return both."""
+        """Generate a batch of images; their labels are sampled from `p`.
+
+        Returns:
+            Images as network input, and labels.
+        """
         z = torch.randn(self.samples, self.noise, device=server.device)
         y = torch.multinomial(p, self.samples, replacement=True)
         return to_network_input(generator.train()(z, y), server.spec, self.output), y

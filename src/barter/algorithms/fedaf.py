@@ -90,7 +90,7 @@ class Labelled(Lot):
 
 @torch.no_grad()
 def mix_with_new_weights(gamma: float, model: Classifier) -> None:
-    """Set the parameters to γ w + (1 - γ) w̃ in place, with a newly initialised w̃ (Eq. 17)."""
+    """Set the parameters in place to γ w + (1 - γ) w̃, with a new random w̃ (Eq. 17)."""
     w = [parameter.clone() for parameter in model.parameters()]
     reinitialise(model)
     for parameter, old in zip(model.parameters(), w, strict=True):
@@ -160,7 +160,7 @@ def mean_by_class(
 
 @dataclass(frozen=True, kw_only=True)
 class FedAF(Condensation):
-    """Clients upload condensed images and soft labels; the server trains one model on them."""
+    """Clients upload condensed images and soft labels to train the server's model."""
 
     aggregates = ("prototypes", "sets")
     retired = {"warm_start": False}
@@ -209,7 +209,7 @@ class FedAF(Condensation):
         clients.run(self.receive, server.model.state_dict())
 
     def summarise(self, client: Condenser) -> Means:
-        """Return V_k: the mean logits of the client's images, for each of its classes (Eq. 5)."""
+        """Return V_k, the mean logits of each of the client's classes (Eq. 5)."""
         every = torch.arange(len(client.data), device=client.device)
         logits = predict(client.model.eval(), client.data.batch, every)
         classes = client.data.class_counts().nonzero()[:, 0]
@@ -219,7 +219,7 @@ class FedAF(Condensation):
         }
 
     def merge(self, server: Server, local: Replies[Means]) -> Means:
-        """Return V: the mean logits over clients, for the classes that any client holds (Eq. 8)."""
+        """Return V, the clients' mean logits for each class that a client has (Eq. 8)."""
         parts = {k: (means["classes"], means["logits"]) for k, means in local.items()}
         logits, known = mean_by_class(server.spec.classes, parts)
         classes = known.nonzero()[:, 0]
@@ -246,7 +246,7 @@ class FedAF(Condensation):
         return Collaboration(v[classes], known, self.lambda_loc, self.projections)
 
     def train(self, server: Server, lots: Replies[Labelled]) -> None:
-        """Train the global model on all condensed images and the soft labels of the originals."""
+        """Train the global model on all condensed images and soft labels."""
         lots = lots.only(trusted_sets(server, lots))
         images, labels = concatenate_lots(lots.values())
         server.report["condensed"] = len(labels)

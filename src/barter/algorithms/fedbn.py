@@ -1,7 +1,7 @@
 """FedBN: Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021,
 Algorithm 1 (arXiv:2102.07623).
 
-FedAvg for clients whose images look different, for example because they come from different
+FedAvg for clients whose images differ in appearance, for example because they come from different
 scanners or cameras. Every client keeps its own batch normalisation; all other weights are averaged.
 So there is no global model: a client's model is the average with the client's own normalisation.
 
@@ -14,7 +14,7 @@ One round:
 Differences from the paper:
 
 - Normalisation layers are recognised by their type, and their weights, biases, statistics and
-  counters stay local. The authors' code looks for "bn" in names.
+  counters stay local. The authors' code searches names for "bn".
 - The average is weighted by numbers of examples, as in FedAvg; the authors' clients have equally
   many examples.
 

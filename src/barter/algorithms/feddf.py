@@ -56,7 +56,7 @@ __all__ = ["FedDF"]
 
 @dataclass(frozen=True, kw_only=True)
 class FedDF(Algorithm):
-    """Average models per architecture, then distil the ensemble of all on public images."""
+    """Average models per architecture; distil the ensemble of all on public images."""
 
     server_model = ServerModel("copies")
     aggregates = ("states", "logits")
@@ -114,7 +114,7 @@ class FedDF(Algorithm):
         index: Tensor,
         ensemble: Tensor,
     ) -> State:
-        """Average the models of one architecture and distil the ensemble into the average (Eq. 1).
+        """Average one architecture's models and distil the ensemble into them (Eq. 1).
 
         Args:
             server: The server, with the public images.

@@ -59,7 +59,7 @@ def feddistill_loss(
     answers: Tensor,
     known: Tensor,
 ) -> Tensor:
-    """Return cross entropy with the labels plus γ times that with the others' predictions.
+    """Return cross entropy with labels plus γ times that with others' predictions.
 
     Args:
         model: The network to train.
@@ -76,7 +76,7 @@ def feddistill_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class FedDistill(Algorithm[Register]):
-    """Exchange the mean prediction of each class; every client learns from the others'."""
+    """Exchange mean predictions by class; clients learn from each other's."""
 
     aggregates = ("prototypes",)
     crosses = {
@@ -118,7 +118,7 @@ class FedDistill(Algorithm[Register]):
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=recipe_by_name(self.optimizer, self.lr),
-            beside=(answers, known),
+            extras=(answers, known),
         )
         index = torch.arange(len(data), device=client.device)
         probabilities = predict(model.eval(), data.batch, index).softmax(1)
@@ -129,5 +129,5 @@ class FedDistill(Algorithm[Register]):
             return []
         return super().remarks(rounds) or [
             f"no client received a prediction for one of its classes in {len(rounds)} rounds, so "
-            "clients learned alone: no two of them have a class in common"
+            "training was local only: no two of them have a class in common"
         ]

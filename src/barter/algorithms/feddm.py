@@ -50,7 +50,10 @@ def perturb_parameters(rho: float, model: Classifier) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FedDM(Condensation):
-    """Clients upload condensed images; the server trains one model on them and sends it back."""
+    """Clients upload condensed images; the server trains one model on them.
+
+    The clients receive the model.
+    """
 
     aggregates = ("sets",)
     crosses = {

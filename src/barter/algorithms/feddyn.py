@@ -78,7 +78,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
     server_model = ServerModel("shared")
     aggregates = ("states",)
     crosses = {
-        "present": Crossing(),
+        "register": Crossing(),
         "client_update": Crossing(down="the server's weights, α_i", up="the client's weights"),
     }
 
@@ -93,7 +93,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
 
     def round(self, server: Cloud, clients: Clients, t: int) -> None:
         new_clients = clients.only(k for k in clients if k not in server.sizes)
-        server.sizes |= new_clients.run(self.present).num_examples
+        server.sizes |= new_clients.run(self.register).num_examples
         active = clients.only(server.sizes).sample(self.fraction)
         mean_size = fmean(server.sizes.values())
         w = server.model.state_dict()
@@ -108,8 +108,8 @@ class FedDyn(Algorithm[Cloud, Drifter]):
         shifted = {name: server.average[name] + h for name, h in server.h.items()}
         server.model.load_state_dict(server.average | shifted)
 
-    def present(self, client: Drifter) -> None:
-        """Return nothing: every reply carries the client's number of images."""
+    def register(self, client: Drifter) -> None:
+        """Return nothing; the server reads the number of images that every reply carries."""
 
     def client_update(self, client: Drifter, task: TrainingRequest) -> State:
         """Train with the regulariser, update the client's drift, and return the weights."""
@@ -123,7 +123,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
         return trained
 
     def train(self, client: Drifter, anchor: Anchor) -> None:
-        """Train the client's model on its own data, with a quadratic penalty around the anchor."""
+        """Train the client's model on its data, with a penalty around the anchor."""
         recipe = sgd(self.lr, weight_decay=self.weight_decay, clip=self.clip)
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, anchor=anchor)
 

@@ -83,7 +83,7 @@ Entropy: TypeAlias = Literal["shannon", "tsallis", "collision"]
 
 
 class Layer(TypedDict):
-    """The parameters of one convolution or linear layer, and where it is in its network."""
+    """Parameters of a convolution or linear layer, and its place in the network."""
 
     name: str
     kind: Kind
@@ -96,13 +96,16 @@ class Layer(TypedDict):
 
 
 class Bridge(Server):
-    """The server's layers: those of its network, or one per layer of the clients' architectures."""
+    """A server with the layers of its network, or of the clients' architectures."""
 
     layers: dict[str, Layer] = {}
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """Return the layers of a network that can be exchanged, convolutions before linear ones."""
+    """Return a network's exchangeable layers, convolutions before linear ones.
+
+    Grouped convolutions are left out.
+    """
     layers: list[Layer] = []
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
     kinds: list[tuple[Kind, type[nn.Module]]] = [("conv", nn.Conv2d), ("linear", nn.Linear)]
@@ -139,19 +142,23 @@ def flat_parameters(layer: Layer) -> Tensor:
 
 
 def relative_change(before: Layer, after: Layer) -> Tensor:
-    """Return how much training changed a layer, relative to its initial parameters (Eq. 2)."""
+    """Return a layer's squared change, relative to its initial squared norm (Eq. 2)."""
     old = flat_parameters(before)
     new = flat_parameters(after)
     return (new - old).square().sum() / (old.square().sum() + MIN_NORM)
 
 
 def output_changes(before: Layer, after: Layer) -> Tensor:
-    """Return how much training changed each output of a layer."""
+    """Return the squared change of each output's weights in training (outputs,)."""
     return (after["weight"] - before["weight"]).flatten(1).square().sum(1)
 
 
 def counterpart(layer: Layer, others: Mapping[str, Layer]) -> str | None:
-    """Return the name of the layer of the same kind at the nearest relative depth, or None."""
+    """Return the name of the layer of the same kind at the nearest relative depth.
+
+    Returns:
+        The name, or None if no other layer is of this kind.
+    """
     same_kind = [name for name, other in others.items() if other["kind"] == layer["kind"]]
     return same_kind[round(layer["depth"] * (len(same_kind) - 1))] if same_kind else None
 
@@ -210,7 +217,7 @@ def layer_outputs(weight: Tensor, bias: Tensor | None, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class FedFree(Algorithm[Bridge, Client]):
-    """Clients upload the layers that training changed most, and receive one layer each."""
+    """Clients upload the layers that training changed most; each receives one layer."""
 
     sizes = ("largest",)
     crosses = {
@@ -269,9 +276,10 @@ class FedFree(Algorithm[Bridge, Client]):
         return self.outputs == "trained"
 
     def largest(self, known: Known) -> int | None:
-        """Return the size in bytes of the k largest layers of a client's network, or None.
+        """Return the size in bytes of the k largest layers of a client's network.
 
         A layer has its weights, a bias and a credit for each output, and three strings or numbers.
+        None means that the network is not known.
         """
         sizes = [
             shape.numel() + 2 * shape[0] for shape, _ in known.weights.values() if len(shape) > 1
@@ -346,13 +354,18 @@ class FedFree(Algorithm[Bridge, Client]):
             server.layers[name] = self.imitate(server.layers.get(name, imitated[0]), imitated)
 
     def matching_layer(self, server: Bridge, k: int, layer: Layer) -> str | None:
-        """Return the name of the server's layer that corresponds to client k's layer, or None."""
+        """Return the name of the server's layer for client k's layer; None without one."""
         if self.match == "place":
             return f"{server.names[k]}/{layer['name']}"
         return counterpart(layer, server.layers)
 
     def imitate(self, g: Layer, teachers: Sequence[Layer]) -> Layer:
-        """Return the server's layer `g` after one gradient step on Eq. 3."""
+        """Return the server's layer `g` after one gradient step on Eq. 3.
+
+        Args:
+            g: The server's layer.
+            teachers: The clients' layers whose outputs it is to reproduce.
+        """
         w = g["weight"].clone().requires_grad_()
         b = g.get("bias", torch.zeros(len(w), device=w.device)).clone().requires_grad_()
         if self.transfer == "analytic":
@@ -392,9 +405,16 @@ class FedFree(Algorithm[Bridge, Client]):
         return [c / (total[: len(c)] + MIN_NORM) for c in credit]
 
     def discrepancy(self, w: Tensor, b: Tensor, layer: Layer, noise: Tensor) -> Tensor:
-        """Return the mean squared difference of two layers' outputs for noise (a term of Eq. 3).
+        """Return the mean squared difference of two layers' outputs on noise (Eq. 3).
 
-        The result has one value per output that both layers have.
+        Args:
+            w: Weights of the first layer.
+            b: Bias of the first layer.
+            layer: The second layer.
+            noise: Inputs of both layers.
+
+        Returns:
+            One value per output that both layers have.
         """
         outputs = min(len(w), len(layer["weight"]))
         target = layer_outputs(layer["weight"], layer.get("bias"), noise)[:, :outputs]
@@ -410,9 +430,13 @@ class FedFree(Algorithm[Bridge, Client]):
         return gap.flatten(1).square().sum(1) + (b[:outputs] - target_bias).square()
 
     def align(self, server: Bridge, uploads: Replies[list[Layer]]) -> dict[int, list[Layer]]:
-        """Select the server's layer for each client: that with the largest positive knowledge gain.
+        """Select for each client the server's layer with the largest knowledge gain.
 
-        The gain is over a layer that the client uploaded. Clients without a gain are left out.
+        The gain is over a layer that the client uploaded. Clients without a positive gain are left
+        out.
+
+        Returns:
+            Client -> a list of the one layer, named as in the client's network.
         """
         gifts: dict[int, list[Layer]] = {}
         for k, uploaded in uploads.items():
@@ -441,7 +465,10 @@ class FedFree(Algorithm[Bridge, Client]):
         return shared - local
 
     def receive(self, client: Client, gifts: list[Layer]) -> None:
-        """Copy the received layer, if there is one, over the client's own (Eq. 7)."""
+        """Copy the received layer, if there is one, over the client's own (Eq. 7).
+
+        With `outputs` "trained", a head changes only for the client's classes.
+        """
         client.report["taken"] = len(gifts)
         for g in gifts:
             layer = client.model.get_submodule(g["name"])
@@ -452,7 +479,11 @@ class FedFree(Algorithm[Bridge, Client]):
                     parameter.data[outputs] = projected[outputs]
 
     def trained_outputs(self, client: Client, layer: nn.Module) -> Tensor | slice:
-        """Return the outputs of a layer that the client's data train: of a head, its classes."""
+        """Return the outputs of a layer that the client's data train.
+
+        Returns:
+            For the head, a mask of the client's classes; for other layers, a slice of all outputs.
+        """
         if layer is getattr(client.model, "head", None):
             return client.data.class_counts() > 0
         return slice(None)
@@ -472,7 +503,15 @@ class FedFree(Algorithm[Bridge, Client]):
         ]
 
     def fit_to_layer(self, received: Tensor, place: Tensor) -> Tensor:
-        """Return a received weight or bias in the shape of the client's own (Eq. 7)."""
+        """Return a received weight or bias in the shape of the client's own (Eq. 7).
+
+        Entries that the received tensor does not cover are zero, or keep the client's values if
+        `fill` is "retain".
+
+        Args:
+            received: The received tensor.
+            place: The client's tensor, which is not changed.
+        """
         if self.fill == "retain":
             return resize_weight(received, place.shape, place)
         flat = torch.zeros(place.numel(), device=place.device)

@@ -64,7 +64,6 @@ from barter.ops.synthesis import (
     build_ensemble,
     collapse_remarks,
     diversity,
-    duel,
     fidelity_by_label,
     generate_from_codes,
     images_for_display,
@@ -73,6 +72,7 @@ from barter.ops.synthesis import (
     label_weights,
     server_generator,
     store_generator,
+    train_alternately,
 )
 
 __all__ = ["FedFTG", "ensemble_cross_entropy", "hard_sample_loss"]
@@ -89,7 +89,10 @@ def hard_sample_loss(
     y: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Return the generator's loss: λ_cls fidelity + λ_dis diversity - the models' difference.
+    """Return the generator's loss: λ_cls fidelity + λ_dis diversity - gap.
+
+    The gap is the weighted mean absolute difference between the logits of the server's model and
+    those of the clients'.
 
     Args:
         generator: The generator to train.
@@ -123,7 +126,7 @@ def ensemble_cross_entropy(
     y: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Return the cross entropy of the model with the clients' weighted mean prediction.
+    """Return the model's cross entropy with the clients' joint prediction.
 
     Args:
         generator: The generator of images.
@@ -143,7 +146,7 @@ def ensemble_cross_entropy(
 
 @dataclass(frozen=True, kw_only=True)
 class FedFTG(FedAvg):
-    """FedAvg whose server fine-tunes the average on generated images that it finds hard."""
+    """FedAvg whose server fine-tunes the average on hard generated images."""
 
     aggregates = ("states", "logits")
     crosses = {
@@ -209,7 +212,7 @@ class FedFTG(FedAvg):
         artist = Player(generator, adam(self.generator_lr), seek, draw, self.generator_steps)
         recipe = sgd(self.global_lr, weight_decay=self.global_weight_decay)
         student = Player(model, recipe, learn, draw, self.global_steps)
-        duel(server, artist, student, self.iterations, training=False)
+        train_alternately(server, artist, student, self.iterations, training=False)
         z, y, _ = draw()
         store_generator(server, generator, label_codes(z, y, spec.classes), y)
 

@@ -87,7 +87,7 @@ def generator_loss(
     weight: Tensor,
     bias: Tensor,
 ) -> Tensor:
-    """Return the generator's loss: the heads' cross entropy plus η times the diversity loss.
+    """Return the generator's loss: the heads' cross entropy plus η diversity.
 
     Args:
         generator: The generator to train.
@@ -113,7 +113,7 @@ def fedgen_loss(
     known: Tensor,
     strength: Tensor,
 ) -> Tensor:
-    """Return a client's loss: cross entropy on images, and two terms on generated features.
+    """Return a client's loss on images and on generated features.
 
     Args:
         model: The client's network.
@@ -140,7 +140,7 @@ def fedgen_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class FedGen(SharedHead[GeneratorServer]):
-    """Average the heads, and train a generator of features from which all clients learn."""
+    """Average the heads, and train a generator of features for all clients."""
 
     aggregates = ("states",)
     crosses = {

@@ -65,7 +65,7 @@ class FedGH(SharedHead):
     server_lr: Positive = 0.01  # η_θ: learning rate of the server's SGD
 
     def setup(self, server: HeadServer, clients: Clients) -> None:
-        """Do nothing: clients keep their own heads in the first round, as in the authors' code."""
+        """Do nothing: clients keep their heads in round 1, as in the authors' code."""
 
     def round(self, server: HeadServer, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)

@@ -71,10 +71,17 @@ from barter.ops.synthesis import (
     store_generator,
 )
 
-__all__ = ["Curator", "FedIOD", "Judge", "discrimination", "generator_logit_loss", "realism"]
+__all__ = [
+    "Curator",
+    "DiscriminatorClient",
+    "FedIOD",
+    "discrimination",
+    "generator_logit_loss",
+    "realism",
+]
 
 # Logits on batches of images.
-Said: TypeAlias = Annotated[Tensor, Floats("batches", "samples", "classes")]
+ClientLogits: TypeAlias = Annotated[Tensor, Floats("batches", "samples", "classes")]
 # A gradient with respect to images.
 Slope: TypeAlias = Annotated[Tensor, Floats("samples", "channels", "height", "width")]
 
@@ -85,7 +92,7 @@ class Curator(Artist):
     counts: dict[int, Tensor] = {}  # of each client: number of images of each class
 
 
-class Judge(Client):
+class DiscriminatorClient(Client):
     """A client with a discriminator."""
 
     discriminator: State = {}
@@ -94,7 +101,7 @@ class Judge(Client):
 
 
 def _patch_loss(logits: Tensor, real: float) -> Tensor:
-    """Return binary cross entropy, summed over the patches of an image, averaged over images.
+    """Return binary cross entropy, summed over patches, averaged over images.
 
     Args:
         logits: The discriminator's output for each patch.
@@ -105,30 +112,44 @@ def _patch_loss(logits: Tensor, real: float) -> Tensor:
     return total / len(logits)
 
 
-def discrimination(judge: PatchDiscriminator, spec: Spec, pixels: Tensor, drawn: Tensor) -> Tensor:
+def discrimination(
+    discriminator: PatchDiscriminator, spec: Spec, pixels: Tensor, generated: Tensor
+) -> Tensor:
     """Return the discriminator's loss on real images (as bytes) and generated ones."""
-    on_generated = _patch_loss(judge(drawn), 0.0)
-    on_real = _patch_loss(judge(prepare_batch(pixels, spec, Augment())), 1.0)
+    on_generated = _patch_loss(discriminator(generated), 0.0)
+    on_real = _patch_loss(discriminator(prepare_batch(pixels, spec, Augment())), 1.0)
     return (on_generated + on_real) / 2
 
 
-def realism(judge: PatchDiscriminator, x: Tensor) -> Tensor:
-    """Return the generator's adversarial loss: low if the discriminator takes images for real."""
-    return _patch_loss(judge(x), 1.0)
+def realism(discriminator: PatchDiscriminator, x: Tensor) -> Tensor:
+    """Return the generator's adversarial loss, low if images are taken for real.
+
+    Args:
+        discriminator: The discriminator.
+        x: Generated images.
+    """
+    return _patch_loss(discriminator(x), 1.0)
 
 
 def imitation(generator: Decoder, spec: Spec, z: Tensor, slope: Tensor) -> Tensor:
-    """Return a surrogate loss with a given gradient with respect to the images of some noise."""
+    """Return a surrogate loss whose gradient by the generated images is `slope`.
+
+    Args:
+        generator: The generator to train.
+        spec: The format of the images.
+        z: The noise from which images are generated.
+        slope: The gradient, of the images' shape.
+    """
     return (generate_from_codes(generator, z, spec).float() * slope).sum()
 
 
-def student_loss(model: Classifier, temperature: float, x: Tensor, said: Tensor) -> Tensor:
+def student_loss(model: Classifier, temperature: float, x: Tensor, joint_logits: Tensor) -> Tensor:
     """Return the distillation loss of the model with the clients' joint logits."""
-    return tempered_kl(temperature, model(x).float(), said)
+    return tempered_kl(temperature, model(x).float(), joint_logits)
 
 
 def generator_logit_loss(
-    said: Tensor,
+    client_logits: Tensor,
     known: Tensor,
     shares: Tensor,
     sizes: Tensor,
@@ -141,7 +162,7 @@ def generator_logit_loss(
     and predicts all classes equally often, and clients agree.
 
     Args:
-        said: The clients' logits (clients, images, classes).
+        client_logits: The clients' logits (clients, images, classes).
         known: The logits of the server's model (images, classes).
         shares: The weight of each client for each class (clients, classes).
         sizes: The weight of each client.
@@ -149,27 +170,28 @@ def generator_logit_loss(
         weights: The weights of these four terms, in this order.
     """
     adv, align, balance, agree = weights
-    log_p = said.log_softmax(2)
+    log_p = client_logits.log_softmax(2)
     p = log_p.exp()
     entropy = -(p * log_p).sum(2).mean(1)
     class_frequencies = p.mean(1)
     imbalance = (class_frequencies * (class_frequencies + 1e-12).log2()).sum(1)
     mean = p.mean(0, keepdim=True)
     divergence = (mean * ((mean + 1e-12).log() - log_p)).sum(2).mean()
-    distance = tempered_kl(temperature, known, mean_predictions(list(said), shares))
+    distance = tempered_kl(temperature, known, mean_predictions(list(client_logits), shares))
     per_client = sizes * (align * entropy + balance * imbalance)
     return per_client.sum() + agree * divergence - adv * distance
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedIOD(Algorithm[Curator, Judge]):
-    """Distil clients into the server's model by generated images, logits and gradients."""
+class FedIOD(Algorithm[Curator, DiscriminatorClient]):
+    """Distil clients into the server's model by generated images and gradients."""
 
     primary = "server"
     aggregates = ("logits",)
     sizes = ("samples",)
     crosses = {
         "learn": Crossing(up="the number of images of each class"),
+        # The names of these two methods are part of their random streams.
         "judge": Crossing(down="generated images", up="logits on them"),
         "criticise": Crossing(
             down="gradients of the generator's loss by logits",
@@ -223,7 +245,7 @@ class FedIOD(Algorithm[Curator, Judge]):
             generator_trainer.step(partial(imitation, generator, server.spec), z, gradient)
         store_generator(server, generator, self.codes(server))
 
-    def learn(self, client: Judge) -> Annotated[Tensor, Counts("classes")]:
+    def learn(self, client: DiscriminatorClient) -> Annotated[Tensor, Counts("classes")]:
         """Train the client's network and return the number of images of each class."""
         fit(
             client,
@@ -233,7 +255,7 @@ class FedIOD(Algorithm[Curator, Judge]):
         )
         return client.data.class_counts()
 
-    def codes(self, party: Curator | Judge) -> Tensor:
+    def codes(self, party: Curator | DiscriminatorClient) -> Tensor:
         """Sample the noise of a batch of images."""
         return torch.randn(self.samples, self.noise, device=party.device)
 
@@ -250,23 +272,35 @@ class FedIOD(Algorithm[Curator, Judge]):
         return noises[0], torch.stack(batches)
 
     def judge(
-        self, client: Judge, batches: Annotated[Tensor, Floats("batches", "samples", ...)]
-    ) -> Said:
-        """Train the discriminator on the first batch and return the logits on all batches."""
+        self,
+        client: DiscriminatorClient,
+        batches: Annotated[Tensor, Floats("batches", "samples", ...)],
+    ) -> ClientLogits:
+        """Train the client's discriminator on the first batch; return logits on all.
+
+        Args:
+            client: The client; it stores the first batch for `criticise`.
+            batches: Generated images (batches, samples, channels, height, width).
+
+        Returns:
+            Logits (batches, samples, classes).
+        """
         data = client.data
-        judge = self.discriminator(client)
-        trainer = Trainer.of(judge.train(), adam(self.generator_lr, beta1=0.5))
+        discriminator = self.discriminator(client)
+        trainer = Trainer.of(discriminator.train(), adam(self.generator_lr, beta1=0.5))
         trainer.recall(client.moments)
         chosen = torch.randint(len(data), (len(batches[0]),), device=client.device)
-        trainer.step(partial(discrimination, judge, data.spec), data.pixels[chosen], batches[0])
-        client.discriminator = copy_state(judge)
+        trainer.step(
+            partial(discrimination, discriminator, data.spec), data.pixels[chosen], batches[0]
+        )
+        client.discriminator = copy_state(discriminator)
         client.moments = trainer.moments()
         client.batch = [batches[0].clone()]
         client.model.eval()
         with torch.no_grad(), full_precision():
             return torch.stack([client.model(batch) for batch in batches])
 
-    def discriminator(self, client: Judge) -> PatchDiscriminator:
+    def discriminator(self, client: DiscriminatorClient) -> PatchDiscriminator:
         """Return the client's discriminator, with the weights of its last step."""
         new = PatchDiscriminator(client.data.spec, self.discriminator_width)
         return restore_module(client, "discriminator", new, client.discriminator)
@@ -306,8 +340,8 @@ class FedIOD(Algorithm[Curator, Judge]):
         through_clients = active.only(answers).scatter(self.criticise, requests)
         return through_model + torch.stack(list(through_clients.values())).sum(0)
 
-    def criticise(self, client: Judge, asked: tuple[Tensor, float]) -> Slope:
-        """Return the gradient of the generator's loss with respect to the client's last images.
+    def criticise(self, client: DiscriminatorClient, asked: tuple[Tensor, float]) -> Slope:
+        """Return the gradient of the generator's loss by the images of the last `judge`.
 
         Args:
             client: The client, which has stored the images.
@@ -316,10 +350,10 @@ class FedIOD(Algorithm[Curator, Judge]):
         """
         by_logits, size = asked
         x = client.batch[0].requires_grad_()
-        judge = self.discriminator(client).train()
+        discriminator = self.discriminator(client).train()
         with full_precision():
             server_terms = (by_logits * client.model.eval()(x)).sum()
-            value = server_terms + self.w_gan * size * realism(judge, x)
+            value = server_terms + self.w_gan * size * realism(discriminator, x)
         (gradient,) = torch.autograd.grad(value, x)
         client.batch = []
         return gradient
@@ -339,6 +373,6 @@ class FedIOD(Algorithm[Curator, Judge]):
         return collapse_remarks(rounds, "a higher w_gan or w_adv may help")
 
     def creations(
-        self, party: Curator | Judge, wanted: Callable[[Tensor], Tensor]
+        self, party: Curator | DiscriminatorClient, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         return images_for_display(party, self.codes(party), None, wanted)

@@ -75,7 +75,7 @@ from barter.ops.mutual import companion
 
 __all__ = ["Broker", "FedKD", "Mentor", "fedkd_loss"]
 
-VARIANCE_ROUNDING = 1e-6  # A change of a variance to zero may miss it by so much.
+VARIANCE_ROUNDING = 1e-6  # A change of a variance to zero may miss it by this much.
 
 
 class Broker(Server):
@@ -85,7 +85,7 @@ class Broker(Server):
 
 
 class Mentor(Client):
-    """A client with a copy of the shared model and the layer that translates its features."""
+    """A client with a copy of the shared model and a translation of its features."""
 
     shared: State = {}
     translation: State = {}
@@ -98,7 +98,7 @@ def fedkd_loss(
     x: Tensor,
     labels: Tensor,
 ) -> Tensor:
-    """Return the loss of both networks: cross entropies, and distillation divided by them.
+    """Return both networks' cross entropies plus distillation divided by them.
 
     Args:
         own: The client's network, the mentor.
@@ -124,7 +124,7 @@ def add_change(w: State, change: State) -> State:
 
 @dataclass(frozen=True, kw_only=True)
 class FedKD(Algorithm[Broker, Mentor]):
-    """Average compressed changes of a small shared model, a partner of each client's own."""
+    """Average compressed changes of a small model that each client co-trains."""
 
     aggregates = ("states",)
     sizes = ("whole",)

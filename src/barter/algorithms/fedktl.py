@@ -98,7 +98,7 @@ class AligningServer(Server):
 
 
 class Aligner(nn.Module):
-    """F, the map from prototypes to latent vectors, with a latent centre for each class.
+    """F, the map from prototypes to latent vectors, with a centre for each class.
 
     Args:
         classes: The number of classes, which is the width of prototypes.
@@ -128,7 +128,15 @@ class Aligner(nn.Module):
 
 
 def mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Return the maximum mean discrepancy of two samples, by a sum of Gaussian kernels."""
+    """Return the maximum mean discrepancy of two samples by Gaussian kernels.
+
+    Args:
+        x: The first sample (rows, width).
+        y: The second sample (rows, width).
+
+    Returns:
+        The squared discrepancy for the sum of kernels with the variances `WIDTHS`, a scalar.
+    """
     both = torch.cat([x, y])
     n = len(x)
     squares = torch.cdist(both, both).square()
@@ -139,7 +147,7 @@ def mmd(x: Tensor, y: Tensor) -> Tensor:
 def alignment(
     aligner: Aligner, lam: float, vectors: Tensor, classes: Tensor, codes: Tensor
 ) -> Tensor:
-    """Return the aligner's loss: discrepancy plus λ times the distance to the classes' centres.
+    """Return the aligner's loss: discrepancy plus λ times distance to centres.
 
     Args:
         aligner: The network to train.
@@ -222,7 +230,7 @@ def mean_directions(model: Classifier, data: Images) -> ByClass:
 
 @dataclass(frozen=True, kw_only=True)
 class FedKTL(OneWidth[AligningServer]):
-    """Transfer a pre-trained generator's knowledge by an image and a latent vector per class."""
+    """Transfer a pre-trained generator's knowledge by an image and latent per class."""
 
     aggregates = ("sets",)
     crosses = {
@@ -307,7 +315,7 @@ class FedKTL(OneWidth[AligningServer]):
             epochs=self.server_epochs,
             batch_size=self.server_batch_size,
             recipe=adam(self.server_lr, clip=CLIP),
-            beside=((sample_latents(generator, self.server_batch_size, device),) for _ in count()),
+            extras=((sample_latents(generator, self.server_batch_size, device),) for _ in count()),
         )
         aligner.centre(prototypes)
         server.aligner = copy_state(aligner)
@@ -315,7 +323,16 @@ class FedKTL(OneWidth[AligningServer]):
         return aligner.centres.detach()[server.known]
 
     def make_lesson(self, server: AligningServer, codes: Tensor) -> LatentLesson:
-        """Generate an image from each latent vector; the projection is that of the first round."""
+        """Generate an image from each latent vector.
+
+        Args:
+            server: The server.
+            codes: Latent vectors, one per class.
+
+        Returns:
+            Images, latent vectors, and the linear projection from features to latent vectors, which
+            is new in the first round and stays the same.
+        """
         generator = pretrained_generator(self.generator, self.weights, server.device)
         new = nn.Linear(self.features, codes.shape[1]).to(server.device).state_dict()
         projection = server.lessons[0]["projection"] if server.lessons else isolate(dict(new))

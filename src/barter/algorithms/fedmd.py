@@ -72,7 +72,10 @@ class FedMD(PublicDistillation[Server, Beginner]):
             require_labels(public_images(server), "FedMD", remedy)
 
     def train(self, client: Beginner) -> None:
-        """Train on public and then on private data, once; later rounds train in the revisit."""
+        """Train on public and then on private data, at the first call only.
+
+        Later rounds train in the revisit of private data.
+        """
         if client.begun:
             return
         fit(

@@ -75,7 +75,7 @@ def fedproto_loss(
     prototypes: Tensor,
     known: Tensor,
 ) -> Tensor:
-    """Return cross entropy plus λ times the distance of features to their prototype (Eq. 5).
+    """Return cross entropy plus λ times the features' distance to prototypes (Eq. 5).
 
     Args:
         model: The network to train.

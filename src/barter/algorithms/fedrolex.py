@@ -26,7 +26,7 @@ __all__ = ["FedRolex"]
 
 @dataclass(frozen=True, kw_only=True)
 class FedRolex(PartialTraining):
-    """Each client trains a window of channels of every layer that rolls on by one per round."""
+    """Clients train a window of each layer's channels that shifts by one per round."""
 
     extraction = "rolling"
     presets = {"paper": {"lr": 2e-4, "epochs": 1}}

@@ -66,7 +66,9 @@ class TrainablePrototypes(nn.Module):
 
 
 def prototype_margin(prototypes: ByClass, most: float) -> Tensor:
-    """Return δ, the largest distance of a class to its nearest neighbour; 0 for a single class.
+    """Return δ, the largest distance of a class to its nearest class, at most τ.
+
+    It is 0 for a single class.
 
     Args:
         prototypes: The mean prototype of each class.
@@ -81,7 +83,14 @@ def prototype_margin(prototypes: ByClass, most: float) -> Tensor:
 def fedtgp_loss(
     global_prototypes: TrainablePrototypes, vectors: Tensor, classes: Tensor, delta: Tensor
 ) -> Tensor:
-    """Return the cross entropy of negative distances, with δ added to the one of the own class."""
+    """Return the cross entropy of negative distances, with δ added to the own class.
+
+    Args:
+        global_prototypes: The prototypes to train, one per class.
+        vectors: The clients' prototypes.
+        classes: Their classes.
+        delta: δ, the margin.
+    """
     distances = torch.cdist(vectors, global_prototypes())
     own = classes[:, None] == torch.arange(distances.shape[1], device=distances.device)
     return F.cross_entropy(-(distances + delta * own), classes)
@@ -116,7 +125,7 @@ class FedTGP(FedProto[Prototypist]):
             epochs=self.server_epochs,
             batch_size=self.batch_size,
             recipe=sgd(self.server_lr),
-            beside=repeat((delta,)),
+            extras=repeat((delta,)),
         )
         server.prototypes = copy_state(trainable)
         server.report["margin"] = float(delta)

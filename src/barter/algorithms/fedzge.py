@@ -102,10 +102,12 @@ from barter.ops.synthesis import (
 )
 from barter.ops.zeroth import DirectionKind, directional_estimate, loss_estimate, sample_directions
 
-__all__ = ["Asked", "FedZGE", "LocalStatistics", "Oracle"]
+__all__ = ["FedZGE", "LocalStatistics", "Oracle", "QueryServer"]
 
-Logits: TypeAlias = Annotated[Tensor, Floats("looks", "images", "classes")]
-Drawn: TypeAlias = tuple[Tensor, Tensor, Tensor]  # generated images, their noise and their labels
+Logits: TypeAlias = Annotated[Tensor, Floats("versions", "images", "classes")]
+GeneratedBatch: TypeAlias = tuple[
+    Tensor, Tensor, Tensor
+]  # generated images, their noise and their labels
 
 
 class LocalStatistics(TypedDict):
@@ -117,8 +119,8 @@ class LocalStatistics(TypedDict):
     spectrum: Annotated[Tensor, Floats(2, "channels", "height", "width"), When("canvas")]
 
 
-class Asked(Server):
-    """A server with a generator, and the last rounds' images with the ensemble's logits."""
+class QueryServer(Server):
+    """A server with a generator and the last rounds' images and ensemble logits."""
 
     generator: State = {}
     moments: list[State] = []  # the state of the generator's optimizer, for each parameter
@@ -134,7 +136,13 @@ class Oracle(Client):
 
 
 def adversarial_loss(ensemble: Tensor, student: Tensor, tau: float) -> Tensor:
-    """Return L_adv: minus the divergence of the global model from the clients' ensemble."""
+    """Return L_adv, minus the KL divergence of global model and clients' ensemble.
+
+    Args:
+        ensemble: The ensemble's logits.
+        student: The global model's logits.
+        tau: τ, the temperature of both.
+    """
     return -kl(ensemble / tau, student / tau)
 
 
@@ -157,25 +165,31 @@ def rehearsal(
     x: Tensor,
     ensemble: Tensor,
     own: LabelledBatch,
-    home: Tensor | None = None,
+    log_prior: Tensor | None = None,
 ) -> Tensor:
-    """Return the distillation loss plus the cross entropy on private images, in one batch.
+    """Return the distillation loss plus the cross entropy on private images.
+
+    One forward pass takes both kinds of images, so batch normalisation sees them together.
 
     Args:
+        model: The network to train.
+        tau: τ, the temperature of distillation.
+        spec: The format of the images.
+        augment: Augmentation of the private images.
         x: Generated images.
         ensemble: The ensemble's logits on them.
-        own: Private images.
-        home: Log class prior of the private images, added to their logits.
+        own: Private images and their labels.
+        log_prior: Log class prior of the private images, added to their logits.
     """
     inputs = torch.cat([prepare_batch(own.pixels, spec, augment), x])
     private, generated = model(inputs).split([len(own.pixels), len(x)])
-    return F.cross_entropy(add_offset(private, home), own.labels) + tempered_kl(
+    return F.cross_entropy(add_offset(private, log_prior), own.labels) + tempered_kl(
         tau, generated, ensemble
     )
 
 
 def accuracy_by_batch(model: Classifier, test: Images) -> float:
-    """Return a model's accuracy with normalisation by the statistics of each test batch.
+    """Return a model's accuracy when each test batch is normalised by itself.
 
     Images are shuffled, because a test set may be sorted by class.
     """
@@ -186,13 +200,13 @@ def accuracy_by_batch(model: Classifier, test: Images) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedZGE(Algorithm[Asked, Oracle]):
-    """Black-box clients: the server sends generated images, clients answer with logits."""
+class FedZGE(Algorithm[QueryServer, Oracle]):
+    """Black-box clients answer with logits on the images that the server generates."""
 
     primary = "server"
     server_model = ServerModel("own")
     aggregates = ("logits",)
-    sizes = ("looks",)
+    sizes = ("versions",)
     crosses = {
         "learn": Crossing(
             up="number of images of each class; mean and deviation of each frequency over "
@@ -257,7 +271,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
     # clients are weighted by their images of a class; by all their images in the paper
     weighting: Literal["classes", "examples"] = "classes"
     # the generator modifies random images with the data's frequencies; in the paper it generates
-    # images from noise and label alone
+    # images from noise and label only
     canvas: bool = True
     # steps of the generator per round, each on its portion of the B images; 1 in the paper
     generator_steps: Count = 10
@@ -287,15 +301,15 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
     @property
     def by_class(self) -> bool:
-        """Return whether clients are weighted by, and upload, their number of images per class."""
+        """Return whether clients upload their class counts and are weighted by them."""
         return self.weighting == "classes"
 
     @property
-    def looks(self) -> int:
+    def versions(self) -> int:
         """Return the number of versions of an image in a query: the image and its copies."""
         return 1 + self.queries
 
-    def round(self, server: Asked, clients: Clients, t: int) -> None:
+    def round(self, server: QueryServer, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         uploads = active.run(self.learn)
         active = active.only(uploads)
@@ -318,14 +332,19 @@ class FedZGE(Algorithm[Asked, Oracle]):
             lessons.append([x.detach(), self.ensemble_logits(logits[0], shares), y])
         labels = self.remember(server, generator, optimizer, lessons)
         self.study(server.model.train(), server.lessons, self.global_steps, self.distil_lr, None, 0)
-        self.judge(server, labels, shares)
+        self.report_quality(server, labels, shares)
         _, ensemble = server.lessons[-1]
         active.run(self.distil, ensemble)
 
     def learn(self, client: Oracle) -> LocalStatistics:
-        """Train on private images, with earlier rounds' lessons, and return their statistics."""
+        """Train on private images and earlier lessons; return the data's statistics.
+
+        Returns:
+            The number of images of each class if `by_class`, and the images' spectrum if `canvas`;
+            otherwise empty tensors.
+        """
         data = client.data
-        home = self.local_offset(client)
+        log_prior = self.local_offset(client)
         if self.rehearse and client.lessons:
             steps = self.epochs * epoch_length(len(data), self.batch_size)
             self.study(client.model.train(), client.lessons, steps, self.lr, data, self.batch_size)
@@ -335,9 +354,9 @@ class FedZGE(Algorithm[Asked, Oracle]):
                 epochs=self.epochs,
                 batch_size=self.batch_size,
                 recipe=adam(self.lr, cosine=True),
-                by_class=home,
+                by_class=log_prior,
             )
-        record_before_exchange(client, home)
+        record_before_exchange(client, log_prior)
         client.batch = []
         counts = data.class_counts()
         images = data.batch(torch.arange(len(data), device=data.device))
@@ -358,7 +377,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         with torch.no_grad(), full_precision(), normalise_by_batch(client.model):
             return torch.stack([client.model(batch) for batch in (x, *changed)])
 
-    def load_generator(self, server: Asked) -> LabelGenerator:
+    def load_generator(self, server: QueryServer) -> LabelGenerator:
         """Return the generator as the last round left it.
 
         A new generator that modifies canvases starts by leaving them unchanged.
@@ -371,7 +390,9 @@ class FedZGE(Algorithm[Asked, Oracle]):
             generator.body[-2].load_state_dict(zero_weight, strict=False)
         return generator.train()
 
-    def generate_images(self, server: Asked, generator: LabelGenerator, count: int) -> Drawn:
+    def generate_images(
+        self, server: QueryServer, generator: LabelGenerator, count: int
+    ) -> GeneratedBatch:
         """Generate `count` images, with labels that cycle through the classes.
 
         Returns:
@@ -393,30 +414,43 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
     @torch.no_grad()
     def creations(
-        self, party: Asked | Oracle, wanted: Callable[[Tensor], Tensor]
+        self, party: QueryServer | Oracle, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        if not isinstance(party, Asked) or not party.generator:
+        if not isinstance(party, QueryServer) or not party.generator:
             return None
         x, _, y = self.generate_images(party, self.load_generator(party), self.samples)
         chosen = wanted(y)
         return y[chosen], x[chosen]
 
-    def shares(self, answers: Replies[Tensor], told: Replies[LocalStatistics]) -> Tensor:
-        """Return the weight of each answering client for each class (clients, classes or 1)."""
+    def shares(self, answers: Replies[Tensor], statistics: Replies[LocalStatistics]) -> Tensor:
+        """Return each answering client's weight, (clients, classes) or (clients, 1).
+
+        Args:
+            answers: The clients' logits.
+            statistics: What `learn` returned, by client.
+        """
         if self.by_class:
-            return class_shares(stack_field({k: told[k] for k in answers}, "counts").float())
+            return class_shares(stack_field({k: statistics[k] for k in answers}, "counts").float())
         device = next(iter(answers.values())).device
         sizes = torch.tensor([answers.num_examples[k] for k in answers], device=device)
         return (sizes / sizes.sum())[:, None]
 
-    def ensemble_logits(self, said: Tensor, shares: Tensor) -> Tensor:
-        """Return the ensemble's logits from those of clients (..., clients, images, classes)."""
-        if self.by_class:
-            return merge_logits(said, shares)
-        return (shares[:, None] * said).sum(-3)
+    def ensemble_logits(self, logits: Tensor, shares: Tensor) -> Tensor:
+        """Combine the clients' logits into those of the ensemble.
 
-    def optimizer(self, server: Asked, generator: LabelGenerator) -> torch.optim.Adam:
-        """Return the generator's optimizer, with its state of earlier rounds if it is kept."""
+        Args:
+            logits: Logits (..., clients, images, classes).
+            shares: The clients' weights, see `shares`.
+
+        Returns:
+            Logits (..., images, classes).
+        """
+        if self.by_class:
+            return merge_logits(logits, shares)
+        return (shares[:, None] * logits).sum(-3)
+
+    def optimizer(self, server: QueryServer, generator: LabelGenerator) -> torch.optim.Adam:
+        """Return the generator's Adam, with earlier rounds' state if it was stored."""
         optimizer = torch.optim.Adam(generator.parameters(), lr=self.generator_lr, fused=True)
         if server.moments:
             for parameter, moments in zip(generator.parameters(), server.moments, strict=True):
@@ -425,40 +459,51 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
     def improve(
         self,
-        server: Asked,
+        server: QueryServer,
         optimizer: torch.optim.Adam,
-        drawn: Drawn,
+        generated: GeneratedBatch,
         u: Tensor,
-        said: Tensor,
+        client_logits: Tensor,
         shares: Tensor,
     ) -> None:
         """Take one step of the generator.
 
         Args:
-            drawn: Generated images, with the generator's graph, their noise and their labels.
+            generated: Generated images, with the generator's graph, their noise and their labels.
             u: Directions of the perturbations.
-            said: The clients' logits (1 + q, clients, images, classes).
+            client_logits: The clients' logits (1 + q, clients, images, classes).
             shares: The clients' weights.
         """
-        x, z, y = drawn
+        x, z, y = generated
         loss = partial(self.loss, shares, z, y)
         estimate = self.by_logits if self.estimator == "logits" else self.by_loss
-        gradient = estimate(server.model.eval(), loss, x.detach(), u, said)
+        gradient = estimate(server.model.eval(), loss, x.detach(), u, client_logits)
         optimizer.zero_grad()
         torch.autograd.backward(x, gradient)
         optimizer.step()
 
     def loss(
-        self, shares: Tensor, z: Tensor, y: Tensor, said: Tensor, student: Tensor, x: Tensor
+        self,
+        shares: Tensor,
+        z: Tensor,
+        y: Tensor,
+        client_logits: Tensor,
+        student: Tensor,
+        x: Tensor,
     ) -> Tensor:
-        """Return the generator's loss.
+        """Return the generator's loss: fidelity plus three weighted terms.
+
+        These are L_adv, L_info and L_div, with the weights `beta_adv`, `beta_info` and `beta_div`.
 
         Args:
-            said: The clients' logits on images (clients, images, classes).
+            shares: The clients' weights.
+            z: The noise of the images.
+            y: Their labels.
+            client_logits: The clients' logits on the images (clients, images, classes).
             student: The global model's logits on them.
             x: The images.
         """
-        ensemble = self.ensemble_logits(said, shares)
+        ensemble = self.ensemble_logits(client_logits, shares)
         adversarial = self.beta_adv * adversarial_loss(ensemble, student, self.tau)
         information = self.beta_info * equilibrium(ensemble)
         diverse = self.beta_div * diversity(x, z, y if self.pairs == "class" else None)
@@ -466,7 +511,12 @@ class FedZGE(Algorithm[Asked, Oracle]):
         return fidelity(ensemble, y) + (adversarial + information + diverse)
 
     def by_loss(
-        self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor
+        self,
+        model: Classifier,
+        loss: Callable[..., Tensor],
+        x: Tensor,
+        u: Tensor,
+        client_logits: Tensor,
     ) -> Tensor:
         """Estimate the gradient from one difference of the batch's loss per direction.
 
@@ -477,7 +527,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
             losses = torch.stack(
                 [
                     loss(logits, model(point), point)
-                    for logits, point in zip(said, points, strict=True)
+                    for logits, point in zip(client_logits, points, strict=True)
                 ]
             )
         differences = losses[1:] - losses[0]
@@ -485,22 +535,27 @@ class FedZGE(Algorithm[Asked, Oracle]):
         return estimate / len(x)
 
     def by_logits(
-        self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor
+        self,
+        model: Classifier,
+        loss: Callable[..., Tensor],
+        x: Tensor,
+        u: Tensor,
+        client_logits: Tensor,
     ) -> Tensor:
         """Estimate the gradient from differences of the clients' logits.
 
         Only the clients' Jacobian is estimated: differences of their logits are multiplied by the
         exact derivative of the loss. All other parts of the gradient are exact.
         """
-        logits = said[0].clone().requires_grad_()
+        logits = client_logits[0].clone().requires_grad_()
         images = x.clone().requires_grad_()
         value = loss(logits, model(images), images)
         logits_gradient, gradient = torch.autograd.grad(value, (logits, images))
         for k, client_gradient in enumerate(logits_gradient):
             gradient = gradient + directional_estimate(
                 u,
-                said[1:, k],
-                said[0, k],
+                client_logits[1:, k],
+                client_logits[0, k],
                 client_gradient,
                 self.eps,
                 self.direction,
@@ -510,12 +565,12 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
     def remember(
         self,
-        server: Asked,
+        server: QueryServer,
         generator: LabelGenerator,
         optimizer: torch.optim.Adam,
         lessons: Iterable[list[Tensor]],
     ) -> Tensor:
-        """Store the generator, its optimizer, and the round's images with the ensemble's logits.
+        """Store the generator, its optimizer, and the round's images and logits.
 
         Args:
             lessons: Of each portion: images, ensemble logits, labels.
@@ -531,8 +586,8 @@ class FedZGE(Algorithm[Asked, Oracle]):
         server.lessons = [*server.lessons, [x, ensemble]][-self.memory :]
         return y
 
-    def judge(self, server: Asked, y: Tensor, shares: Tensor) -> None:
-        """Report measures of the round's images and of the model's agreement with the ensemble.
+    def report_quality(self, server: QueryServer, y: Tensor, shares: Tensor) -> None:
+        """Report the quality of generated images, and agreement with the ensemble.
 
         These are the images' variety, how often the ensemble predicts the label, how often the
         server's model predicts the same class as the ensemble, and the mean share of clients that
@@ -570,7 +625,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         if own is not None:
             rehearse = partial(rehearsal, model, self.tau, own.spec, own.augment)
             private_batches = index_batches(len(own), size, own.device)
-            home = log_class_prior(own) if self.balanced else None
+            log_prior = log_class_prior(own) if self.balanced else None
         for step in range(steps):
             index = next(batches)
             if own is None:
@@ -578,10 +633,10 @@ class FedZGE(Algorithm[Asked, Oracle]):
             else:
                 private = next(private_batches)
                 batch = LabelledBatch(own.pixels[private], own.labels[private])
-                trainer.step(rehearse, images[index], ensemble[index], batch, home)
+                trainer.step(rehearse, images[index], ensemble[index], batch, log_prior)
             trainer.anneal((step + 1) / steps)
 
-    def evaluate_server(self, server: Asked, test: Images) -> dict[str, float]:
+    def evaluate_server(self, server: QueryServer, test: Images) -> dict[str, float]:
         scores = super().evaluate_server(server, test)
         if self.statistics == "batch" and "global" in scores:
             scores["global_by_batch"] = accuracy_by_batch(server.model, test)

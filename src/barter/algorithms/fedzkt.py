@@ -64,18 +64,23 @@ from barter.ops.synthesis import (
     Player,
     build_ensemble,
     collapse_remarks,
-    duel,
     generate_from_codes,
     images_for_display,
     server_generator,
     store_generator,
+    train_alternately,
 )
 
 __all__ = ["FedZKT", "disagreement", "sl_loss"]
 
 
 def sl_loss(one: Tensor, other: Tensor) -> Tensor:
-    """Return the SL loss: summed absolute difference of two predictions, mean over the batch."""
+    """Return the SL loss: L1 distance of two predictions, averaged over the batch.
+
+    Args:
+        one: Logits (images, classes).
+        other: Logits of the same shape.
+    """
     return (one.softmax(1) - other.softmax(1)).abs().sum(1).mean()
 
 
@@ -102,7 +107,15 @@ def disagreement(
 def client_sl_loss(
     generator: Decoder, teacher: Classifier, model: Classifier, spec: Spec, z: Tensor
 ) -> Tensor:
-    """Return the SL loss between a client's model and the server's on generated images."""
+    """Return the SL loss of a client's model against the server's model.
+
+    Args:
+        generator: The generator of images.
+        teacher: The server's model.
+        model: The client's model, which is trained.
+        spec: The format of the images.
+        z: The noise from which images are generated.
+    """
     with torch.no_grad():
         x = generate_from_codes(generator, z, spec)
         teacher_logits = teacher(x).float()
@@ -188,7 +201,7 @@ class FedZKT(Algorithm[Artist, Client]):
 
         artist = Player(generator, adam(self.generator_lr), seek, draw, 1)
         student = Player(model, sgd(self.global_lr, self.momentum), learn, draw, self.global_steps)
-        duel(server, artist, student, self.iterations, training=True)
+        train_alternately(server, artist, student, self.iterations, training=True)
         return generator
 
     def distil_to_client(self, server: Artist, generator: Decoder, k: int, w: State) -> State:

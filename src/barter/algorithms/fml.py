@@ -13,7 +13,7 @@ One round:
 Differences from the paper:
 
 - `alpha`, `beta`: 0.5 as in the authors' code. HtFLlib sets both to 1, so that predictions have no
-  weight and every client learns alone.
+  weight and training is local only.
 - KL is summed over classes and averaged over images. HtFLlib's default also divides by the number
   of classes.
 - `batch_size`: 32; 128 in the code, whose clients have thousands of images.
@@ -57,7 +57,7 @@ def fml_loss(
     x: Tensor,
     labels: Tensor,
 ) -> Tensor:
-    """Return the sum of both networks' losses: cross entropy and KL(other network ‖ network).
+    """Return both networks' losses: cross entropy and KL(other ‖ network).
 
     Args:
         own: The client's network.
@@ -75,7 +75,7 @@ def fml_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class FML(FedAvg):
-    """Average a small shared model; each client's own network and its copy teach each other."""
+    """Average a small shared model; each client's network and its copy co-train."""
 
     primary = "clients"
     crosses = {
@@ -113,6 +113,6 @@ class FML(FedAvg):
         if self.alpha != 1:
             return []
         return [
-            "alpha=1: the clients' own networks learned alone; with a lower alpha they also "
+            "alpha=1: the clients' own networks were trained locally only; with a lower alpha they also "
             "learn from the shared network"
         ]

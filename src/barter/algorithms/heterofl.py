@@ -2,7 +2,7 @@
 Clients", ICLR 2021, Algorithm 1 (arXiv:2010.01264).
 
 Every client trains the first channels of each layer, as many as it can afford. Weights that only
-the widest clients have are averaged over these alone; weights that no client has are never trained.
+the widest clients have are averaged over these only; weights that no client has are never trained.
 One round (Algorithm 1):
 
 1. The server sends each client the weights of its first channels.

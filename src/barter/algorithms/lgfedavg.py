@@ -1,7 +1,7 @@
 """LG-FedAvg: Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations",
 NeurIPS workshop 2019, Algorithm 1 (arXiv:2001.01523).
 
-Every client keeps its feature extractor; the head behind it is shared and averaged, as FedAvg
+Every client keeps its feature extractor; the head on top of it is shared and averaged, as FedAvg
 averages whole models. Networks may differ, except for the width of their features.
 
 One round:

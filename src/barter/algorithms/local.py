@@ -1,4 +1,4 @@
-"""Local training: every client learns from its own data, and nothing crosses the wire.
+"""Local training: every client learns from its own data; nothing is exchanged.
 
 The lower bound that an exchange has to beat. Training follows the DFFKE paper (Eq. 9): Adam until
 the accuracy on the training data reaches a goal. The first round is bitwise equal to the first

@@ -37,7 +37,7 @@ __all__ = ["MHAT", "auxiliary_loss"]
 
 
 def auxiliary_loss(lam: float, logits: Tensor, mean: Tensor, labels: Tensor) -> Tensor:
-    """Return cross entropy with the labels plus λ times that with the mean prediction."""
+    """Return cross entropy with labels plus λ times that with the mean prediction."""
     return F.cross_entropy(logits, labels) + lam * soft_loss(logits, mean)
 
 
@@ -60,7 +60,7 @@ class MHAT(PublicDistillation):
         )
 
     def compute_targets(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        """Train the auxiliary model and return its predictions."""
+        """Train the server's model on the mean and the labels; return its predictions."""
         images = public_images(server)
         targets = [mean / mean.sum(1, keepdim=True), images.labels[places]]
         loss = partial(auxiliary_loss, self.lam)

@@ -7,7 +7,7 @@ One round:
 
 1. The server samples a fraction of the clients and sends them its weights.
 2. Each client minimises cross entropy plus μ times a contrastive loss (Eqs. 3 and 4). It compares
-   the outputs of a projection head, which every network gets behind its features and from which the
+   the outputs of a projection head, which every network gets after its features and from which the
    classes are predicted.
 3. The server averages the weights as in FedAvg.
 
@@ -19,7 +19,7 @@ Differences from the paper:
 - `lr`, `momentum`, `epochs`: the paper's, SGD with rate 0.01 and momentum 0.9. The code's parser
   has 0.1 and 5 epochs.
 - `mu`: the paper tunes μ for each task among 0.1, 1, 5 and 10; 1 is the code's. With `mu = 0` the
-  method is FedAvg on networks with a projection head. Compare with that: the head alone changes
+  method is FedAvg on networks with a projection head. Compare with that: the head by itself changes
   results.
 
 As in the code, the models that are compared with are in evaluation mode.
@@ -92,7 +92,7 @@ def moon_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class MOON(FedAvg):
-    """FedAvg with a contrastive loss that keeps features near those of the server's model."""
+    """FedAvg with a contrastive loss that keeps features near the global model's."""
 
     epochs: Count = 10  # E: local epochs
     batch_size: Count = 64  # B: images per step

@@ -1,4 +1,4 @@
-"""Bases of methods that compare the clients' features, or share the head behind them.
+"""Bases of methods that compare clients' features, or share a head on them.
 
 Networks may differ, except for the width of their features. Features of another width are pooled to
 it, and the network gets a new head, as in HtFLlib. Local training is HtFLlib's too.
@@ -82,7 +82,7 @@ class OneWidth(Algorithm[S, C]):
         self,
         client: C,
         loss: Callable[..., Any] | None = None,
-        beside: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
+        extras: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
         also: Sequence[nn.Module] = (),
     ) -> None:
         """Train the client's network on its own data.
@@ -90,7 +90,7 @@ class OneWidth(Algorithm[S, C]):
         Args:
             client: The client that trains.
             loss: A loss as `fit_by` takes it; cross entropy if none is given.
-            beside: Tensors that the loss gets in every step, or an iterator of such tensors.
+            extras: Tensors that the loss gets in every step, or an iterator of such tensors.
             also: Further modules to train.
         """
         fit_by(
@@ -99,14 +99,14 @@ class OneWidth(Algorithm[S, C]):
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=self.recipe(),
-            beside=beside,
+            extras=extras,
             also=also,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedHead(OneWidth[H, K]):
-    """Base of methods in which the clients also share the head behind their features.
+    """Base of methods in which the clients also share the head on their features.
 
     1. Before the first round the server takes the first client's untrained head, as HtFLlib does.
     2. In a round, clients put on the shared head and train.
@@ -140,7 +140,7 @@ class SharedHead(OneWidth[H, K]):
             server.head = copy_state(head)
 
     def missing_head(self, server: H, active: Clients) -> State:
-        """Return the shared head if one of these clients lacks it; otherwise, an empty state."""
+        """Return the shared head if one of these clients lacks it, else an empty state."""
         return {} if set(active) <= set(server.holders) else server.head
 
     def put_head_on(self, client: K, head: State) -> None:
@@ -183,6 +183,6 @@ class SharedHead(OneWidth[H, K]):
         if not rounds or any(r.round > 1 for r in rounds):
             return []
         return [
-            "only one round was run, in which clients learned alone: the shared head is used "
+            "only one round was run, in which training was local only: the shared head is used "
             "from the second round on, and shared_global is measured with it"
         ]

@@ -1,4 +1,4 @@
-"""Partial training: the common base of HeteroFL, Federated Dropout, FedRolex and DFRD.
+"""Partial training: base of HeteroFL, Federated Dropout, FedRolex and DFRD.
 
 Every client trains a submodel of the server's network that it can afford: some of the channels of
 each layer. The server averages each weight over the clients that had it. One round:
@@ -71,11 +71,11 @@ S = TypeVar("S", bound=Server, default=Server)
 
 
 class SubmodelUpdate(TypedDict):
-    """A client's upload: its trained weights, and how many images of each class it trained on."""
+    """A client's upload: trained weights, and numbers of training images by class."""
 
     weights: State
     # an image counts once for every time that the client trained on it
-    counts: Annotated[Tensor, Counts("classes", most="seen"), When("tells_counts")]
+    counts: Annotated[Tensor, Counts("classes", most="seen"), When("uploads_counts")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,20 +157,33 @@ class PartialTraining(Algorithm[S, Client]):
         return updates
 
     def measure_statistics(self, active: Clients, w: State) -> State:
-        """Return the averaged weights with running statistics measured on the clients' data."""
+        """Replace the running statistics of averaged weights by the clients' own.
+
+        Args:
+            active: The clients, which measure statistics of their images under these weights.
+            w: The averaged weights of the full network.
+
+        Returns:
+            The weights with the combined statistics.
+        """
         statistics = active.run(self.measure, w)
         batches = [renew_batches(n, self.batch_size) for n in statistics.num_examples.values()]
         return replace_statistics(w, combine_statistics(list(statistics.values()), batches))
 
     def measure(self, client: Client, w: State) -> Statistics:
-        """Return the statistics of the client's images in the full network with these weights."""
+        """Return batch-norm statistics of the client's images in the full network.
+
+        Args:
+            client: The client.
+            w: The weights of the full network.
+        """
         full_network = lanes.lane_module("whole network", lambda: widen_network(client.model))
         full_network.load_state_dict(w)
         renew_statistics(full_network, client.data, self.batch_size)
         return read_statistics(full_network.state_dict())
 
     def normalised(self, known: Known) -> int:
-        """Return the number of channels of the server's network that have running statistics."""
+        """Return the number of the server network's channels with running statistics."""
         return sum(known.server[name][0].numel() for name in running_means(known.server))
 
     def choose(self, server: S, active: Clients, t: int) -> dict[int, SubmodelIndices]:
@@ -183,7 +196,12 @@ class PartialTraining(Algorithm[S, Client]):
         return chosen
 
     def train(self, client: Client, w: State) -> SubmodelUpdate:
-        """Train the client's model on its own data, from weights `w` unless these are empty."""
+        """Train the client's model on its data, from weights `w` unless empty.
+
+        Returns:
+            The trained weights, and how often images of each class were trained on (empty unless
+            `uploads_counts`).
+        """
         if w:
             client.model.load_state_dict(w)
         counts = torch.zeros(client.data.spec.classes, dtype=torch.long, device=client.device)
@@ -201,11 +219,11 @@ class PartialTraining(Algorithm[S, Client]):
             renew_statistics(client.model, client.data, self.batch_size)
         return {
             "weights": client.model.state_dict(),
-            "counts": counts if self.tells_counts else counts[:0],
+            "counts": counts if self.uploads_counts else counts[:0],
         }
 
     @property
-    def tells_counts(self) -> bool:
+    def uploads_counts(self) -> bool:
         """Return whether clients upload how many images of each class they trained on."""
         return self.own_rows
 

@@ -1,7 +1,7 @@
 """Per-FedAvg: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
 Meta-Learning Approach", NeurIPS 2020, Algorithm 1 (arXiv:2002.07948).
 
-Clients look for one model that is a good initialisation for all: a single step on a client's own
+Clients search for one model that is a good initialisation for all: a single step on a client's own
 images should turn it into a good model for that client. So clients minimise the loss after such a
 step.
 
@@ -95,7 +95,7 @@ def adaptation_loss(
     second: LabelledBatch,
     third: LabelledBatch | None = None,
 ) -> Tensor:
-    """Return a surrogate loss whose gradient is that of the loss after an adaptation step.
+    """Return a surrogate whose gradient is that of the loss after adaptation.
 
     Args:
         model: The network to train.
@@ -125,7 +125,7 @@ def adaptation_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class PerFedAvg(Broadcast[Caster, Adapter]):
-    """Learn one initialisation for all clients; each adapts it with a step of its own."""
+    """Learn one initialisation, which each client adapts by a gradient step."""
 
     crosses = {
         "client_update": Crossing(

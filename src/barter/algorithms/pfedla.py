@@ -121,7 +121,7 @@ def mix_layers(models: Sequence[State], alpha: Tensor, layers: Sequence[Sequence
 
 
 def direction_loss(hyper: HyperNetwork, own: Tensor, known: Tensor, dots: Tensor) -> Tensor:
-    """Return -⟨θ_i, Δθ_i⟩, which falls as the mix moves in the direction of the training.
+    """Return -⟨θ_i, Δθ_i⟩, low if the mix of models moved as training does.
 
     The mix is a weighted sum of models, so the products ⟨θ_j, Δθ_i⟩ by layer and client suffice.
 
@@ -173,7 +173,12 @@ class PFedLA(Algorithm[Mixer]):
         server.models |= updates
 
     def client_update(self, client: Client, w: State) -> State:
-        """Train the mix, or the client's own model if there is none yet; return the weights."""
+        """Train the mix, or at first the client's own model; return the weights.
+
+        Args:
+            client: The client.
+            w: The weights of the client's mix of models; empty if there is none yet.
+        """
         client.model.load_state_dict(w or client.model.state_dict())
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
         return client.model.state_dict()
@@ -187,7 +192,14 @@ class PFedLA(Algorithm[Mixer]):
         return mix_layers(models, alpha[:, known > 0], server.layers)
 
     def learn(self, server: Mixer, clients: Clients, k: int, change: State) -> None:
-        """Train the hypernetwork of client k for a step, with the change that training made."""
+        """Train client k's hypernetwork for a step by the change that training made.
+
+        Args:
+            server: The server, with all clients' models.
+            clients: All clients.
+            k: The client.
+            change: The change of the client's weights in training.
+        """
         hyper, own, known = self.hypernetwork(server, clients, k)
         dots = torch.zeros(hyper.shape, device=server.device)
         for row, layer in zip(dots, server.layers, strict=True):

@@ -39,12 +39,12 @@ C = TypeVar("C", bound=Client, default=Client)
 class Answer(TypedDict):
     """A client's predictions on public images."""
 
-    said: Annotated[Tensor, Floats("images", "classes")]  # predictions
+    said: Annotated[Tensor, Floats("images", "classes")]  # the client's predictions
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicDistillation(Algorithm[S, C]):
-    """Base of methods in which clients learn from their joint predictions on public images."""
+    """Base of methods whose clients learn from joint predictions on public images."""
 
     aggregates = ("logits",)
     crosses = {

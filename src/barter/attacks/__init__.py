@@ -1,1 +1,1 @@
-"""Privacy attacks on a run: what a server can learn about private images from clients' answers."""
+"""Privacy attacks: what a server can learn about images from answers."""

@@ -39,7 +39,7 @@ def attack_tables(run: Path, shadows: int, monitor: Monitor) -> Iterator[Table |
 
 
 def run_attacks(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], list[Path]]:
-    """Run one more round under the same protection, and attack what clients upload in it.
+    """Run one more round, protected as before, and attack what clients upload.
 
     Args:
         run: The folder of the run, where results are saved.

@@ -1,4 +1,4 @@
-"""Check a privacy guarantee by a game: can anyone tell which of two images a client holds?
+"""Test a privacy guarantee by how well an attacker tells two images apart.
 
 Carlini et al., "The Secret Sharer", USENIX Security 2019 (arXiv:1802.08232) introduced canaries;
 Jagielski et al., "Auditing Differentially Private Machine Learning", NeurIPS 2020 (arXiv:2006.07709)
@@ -52,7 +52,7 @@ __all__ = ["EpsilonBound", "canary_lines", "play_canary_game", "prove_epsilon"]
 FILE = "canary.json"
 CONFIDENCE = 0.99
 TOGETHER = "all of it together"
-QUIET_NOISE = 1e-9  # noise multiplier of the tries from which the attacker learns where to look
+QUIET_NOISE = 1e-9  # noise multiplier of the tries from which the attacker learns the directions
 CERTAIN = 60.0  # ε of randomised response in these tries
 QUIET_TRIES = 4
 QUANTILES = 41  # number of thresholds from which one is chosen
@@ -61,7 +61,7 @@ CANARY_COLOURS = (0, 255)  # of the client's first image in the two rounds of a 
 
 @dataclass(frozen=True)
 class EpsilonBound:
-    """The bound that a canary game has proved, of a protected part of an answer or of training."""
+    """The lower bound of ε that a canary game proved, of a part or of training."""
 
     part: str
     stated: float  # ε of one round by the account
@@ -86,7 +86,7 @@ class EpsilonBound:
 def prove_epsilon(
     without: Tensor, including: Tensor, delta: float, confidence: float = CONFIDENCE
 ) -> tuple[float, tuple[float, float], tuple[float, float]]:
-    """Return a lower bound of ε, and the intervals of the rates of hits and of false alarms.
+    """Return a lower bound of ε, and intervals of the hit and false-alarm rates.
 
     Args:
         without: The attacker's scores of tries with one image.
@@ -95,7 +95,7 @@ def prove_epsilon(
         confidence: The probability with which the bound holds.
     """
     chosen = [scores[::2] for scores in (without, including)]
-    judged = [scores[1::2] for scores in (without, including)]
+    held_out = [scores[1::2] for scores in (without, including)]
     levels = torch.linspace(0, 1, QUANTILES, dtype=torch.float64)
     thresholds = torch.quantile(torch.cat(chosen).double(), levels).tolist()
     best: tuple[float, float, bool] = (-math.inf, 0.0, True)
@@ -103,7 +103,7 @@ def prove_epsilon(
         for above in (True, False):
             bound, _, _ = _bound_at(chosen, threshold, above, delta, confidence)
             best = max(best, (bound, threshold, above))
-    bound, hits, alarms = _bound_at(judged, best[1], best[2], delta, confidence)
+    bound, hits, alarms = _bound_at(held_out, best[1], best[2], delta, confidence)
     return max(0.0, bound), hits, alarms
 
 
@@ -163,7 +163,7 @@ class Tap(Wire):
 
 
 class UncountedGuard(Guard):
-    """A guard that does not charge for answers: their noise is the attacker's own idea."""
+    """A guard that charges nothing, for rounds that the attacker simulates."""
 
     def _spend(self, client: Client, more: Account, method: str) -> None:
         pass
@@ -184,7 +184,7 @@ class Game:
         self.engine.wire = self.tap
         self.start = isolate((experiment.server.memory(), self.engine.memory()))
         privacy = experiment.config.privacy
-        # The game asks for as many rounds as it likes; each is as private as the run's.
+        # The budget does not limit the number of rounds; each is as private as one of the run.
         self.guard = Guard(replace(privacy, epsilon=None), experiment.algorithm)
         self.plan = guard_of(experiment).plan
         self.images = [self._with_canary(world) for world in range(2)]
@@ -205,7 +205,7 @@ class Game:
         return Images(pixels, labels, data.spec)
 
     def play(self, world: int, number: int, guard: Guard) -> dict[str, Tensor] | None:
-        """Play a round and return the numbers of each protected part; None without an answer.
+        """Play a round; return the numbers of each protected part, None if not asked.
 
         Args:
             world: Which image the client holds.
@@ -246,13 +246,13 @@ class Game:
                 found.setdefault(TRAINING, []).append(self._flat(answer))
             for name, mechanism in self.plan.of(method).items():
                 key = name.partition(".")[2]
-                keys = [key] if mechanism.beside is None else [key, mechanism.beside]
+                keys = [key] if mechanism.second_key is None else [key, mechanism.second_key]
                 values = [value for key in keys for value in take_part(answer, key)]
                 found.setdefault(name, []).append(self._flat(values))
         return {name: torch.cat(vectors) for name, vectors in found.items()}
 
     def _flat(self, answer: Payload) -> Tensor:
-        """Return all numbers of an answer in one vector; labels have an entry for each class."""
+        """Return all numbers of an answer in one vector; labels are one-hot."""
         classes = self.client.data.spec.classes
         pieces = [torch.zeros(0, dtype=torch.float64)]
         for _, leaf in leaves(answer):
@@ -266,7 +266,7 @@ class Game:
         return torch.cat(pieces)
 
     def quiet_guard(self) -> Guard:
-        """Return a guard with hardly any noise."""
+        """Return a guard whose mechanisms add almost no noise and charge nothing."""
         guard = UncountedGuard(self.guard.plan.privacy, self.experiment.algorithm)
         plan = guard.plan
         for name, mechanism in plan.mechanisms.items():
@@ -298,7 +298,7 @@ def play_canary_game(
     monitor: Monitor,
     confidence: float = CONFIDENCE,
 ) -> list[EpsilonBound]:
-    """Play the game and return a lower bound of ε for each protected part, and for all of them.
+    """Play the game; return a lower bound of ε for each protected part and for all.
 
     Args:
         experiment: A run in this process that has not begun. It cannot be used afterwards.
@@ -349,7 +349,15 @@ def play_canary_game(
 def _score(
     game: Game, world: int, tries: int, directions: dict[str, Tensor], monitor: Monitor
 ) -> Tensor:
-    """Play rounds with one image, and return their scores: one row per try, one column per part."""
+    """Play rounds with one image and return their scores (tries, parts).
+
+    Args:
+        game: The game.
+        world: Which image the client holds.
+        tries: The number of rounds.
+        directions: For each part, the difference that the image makes.
+        monitor: Shows progress.
+    """
     rows: list[list[float]] = []
     number = QUIET_TRIES + world
     while len(rows) < tries:
@@ -370,7 +378,7 @@ def _score(
 
 
 def _combine(scores: Sequence[Tensor]) -> list[Tensor]:
-    """Return one score per try: parts are weighted by how well they tell the images apart.
+    """Return one score per try, with parts weighted by how well they discriminate.
 
     Weights come from the half of the tries that the threshold is chosen on.
     """
@@ -383,15 +391,23 @@ def _combine(scores: Sequence[Tensor]) -> list[Tensor]:
 def _conclude(
     name: str, scores: Sequence[Tensor], released: Account, delta: float, confidence: float
 ) -> EpsilonBound:
-    """Return the lower bound of ε by these scores, beside the ε of the releases."""
+    """Return the lower bound of ε by these scores, and the ε of the account.
+
+    Args:
+        name: The part.
+        scores: The attacker's scores of tries with one image and with the other.
+        released: The releases of one round.
+        delta: δ, the probability that ε does not hold.
+        confidence: The probability with which the bound holds.
+    """
     without, including = scores
     stated = protected_epsilon(released, delta)
     assumptions = [Description.read(text).given for text in released]
     given = next(filter(None, assumptions), "")
     proved, hits, alarms = prove_epsilon(without, including, delta, confidence)
-    judged = len(without) // 2
-    low, _ = _rate_interval(judged, judged, confidence)
-    _, high = _rate_interval(0, judged, confidence)
+    n_held_out = len(without) // 2
+    low, _ = _rate_interval(n_held_out, n_held_out, confidence)
+    _, high = _rate_interval(0, n_held_out, confidence)
     provable = max(0.0, math.log(max(low - delta, 1e-300) / high))
     return EpsilonBound(
         name, stated, given, proved, provable, hits, alarms, len(without), delta, confidence

@@ -1,10 +1,10 @@
-"""Copy test: do synthetic images resemble single private images that they were made from?
+"""Test whether synthetic images copy the private images that they come from.
 
-A client's synthetic images are made from some of its images, the offered ones. The nearest of all
-the client's images is looked up for every synthetic image. If synthetic images resemble a class but
-no single image, the nearest one is as often an offered one as any other: the rate equals the share
-of offered images. If they are copies, the rate is 1. Only the experimenter can run this test, since
-no party has both kinds of images.
+A client's synthetic images are made from some of its images, the offered ones. For every synthetic
+image, the nearest of all the client's images is found. If synthetic images resemble a class but no
+single image, the nearest one is as often an offered one as any other: the rate equals the share of
+offered images. If they are copies, the rate is 1. Only the experimenter can run this test, since no
+party has both kinds of images.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["copy_rate", "find_nearest", "measure_copies", "wilson_interval"]
 
 NEAREST_BY_PIXELS = "nearest by pixels"
 NEAREST_BY_FEATURES = "nearest by features"
-LIMIT = 2000  # synthetic images of each client that are looked up
+LIMIT = 2000  # synthetic images of each client whose nearest image is found
 
 
 def measure_copies(experiment: Experiment) -> list[Result]:
-    """Run the copy test on the last round, by pixels and by features of the client's network."""
+    """Run the copy test on the last round, by pixels and by network features."""
     values: dict[str, dict[int, dict[str, float]]] = {
         NEAREST_BY_PIXELS: {},
         NEAREST_BY_FEATURES: {},
@@ -78,7 +78,7 @@ def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, flo
 
 
 def wilson_interval(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion."""
+    """Return Wilson's score interval of a proportion, as lower and upper limit."""
     z = float(norm.ppf((1 + confidence) / 2))
     share = hits / trials
     scale = 1 + z * z / trials

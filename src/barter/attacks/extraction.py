@@ -1,8 +1,8 @@
-"""Model extraction: distil a client's network from its predictions on public images.
+"""Model extraction: distil a client's network from public predictions.
 
-Not sending weights does therefore not hide the network (Tramèr et al., "Stealing Machine Learning
-Models via Prediction APIs", USENIX Security 2016). The attacker knows the client's architecture, as
-the server does.
+Predictions on public images are enough, so not sending weights does not hide the network (Tramèr et
+al., "Stealing Machine Learning Models via Prediction APIs", USENIX Security 2016). The attacker
+knows the client's architecture, as the server does.
 """
 
 from __future__ import annotations
@@ -57,20 +57,22 @@ def _tensors(tree: Payload) -> Iterator[Tensor]:
     yield from (leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
-def extract_model(like: Classifier, public: Images, places: Tensor, said: Tensor) -> Classifier:
+def extract_model(
+    like: Classifier, public: Images, places: Tensor, predictions: Tensor
+) -> Classifier:
     """Train a new network of the same architecture on predictions for public images.
 
     Args:
         like: A network of the client's architecture; its weights are not used.
         public: The public images.
         places: Indices of the images that have predictions.
-        said: Probabilities or logits for each of them.
+        predictions: Probabilities or logits for each of them.
     """
     network = copy.deepcopy(like).requires_grad_(True)
     for part in network.modules():
         if callable(reset := getattr(part, "reset_parameters", None)):
             reset()
-    predicted = said.float()
+    predicted = predictions.float()
     sums = predicted.sum(1)
     sums_to_one = torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
     are_probabilities = bool((predicted >= 0).all()) and sums_to_one

@@ -1,4 +1,4 @@
-"""Inversion: reconstruct private images from uploads that belong to single images.
+"""Inversion: reconstruct private images from what was uploaded for each.
 
 The attacker is the server. It has each client's uploaded network and images of the same kind that
 belong to no client, and it knows how answers are protected. It computes what a client would upload
@@ -44,7 +44,7 @@ SHEET_COLUMNS = 10  # images per row of the sheet
 # Names of attacks.
 NETWORK = "network from embeddings"
 SLOPE = "descent from there"
-DRAWN = "transfer images"
+DECODED = "transfer images"
 GIVEN = "nearest of the images given away"
 # Names of baselines that use no upload.
 CLASS_MEAN = "mean of the class"
@@ -52,13 +52,13 @@ NEAREST = "nearest image of the class"
 
 
 def inversion_attacks(
-    experiment: Experiment, told: dict[int, Upload], public: Images
+    experiment: Experiment, uploads: dict[int, Upload], public: Images
 ) -> tuple[list[Result], list[ImageRow]]:
     """Run every inversion attack that the clients' uploads allow.
 
     Args:
         experiment: The attacked run.
-        told: What each client uploaded.
+        uploads: What each client uploaded.
         public: The attacker's images.
 
     Returns:
@@ -67,11 +67,11 @@ def inversion_attacks(
     values: dict[str, dict[int, dict[str, float]]] = {}
     pictures: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]] = {}
     for k, client in clients_of(experiment).items():
-        if k not in told or (places := told[k].places) is None:
+        if k not in uploads or (places := uploads[k].places) is None:
             continue
         chosen = torch.arange(min(N_RECONSTRUCTED, len(places)))
         with seeds.scope(experiment.config.seed, "inversion", k):
-            reconstructions = dict(_attempts(experiment, client, told[k], chosen, public))
+            reconstructions = dict(_attempts(experiment, client, uploads[k], chosen, public))
         every = denormalise(client.data.batch(torch.arange(len(client.data))), client.data.spec)
         originals = places[chosen]
         real = every[originals]
@@ -100,32 +100,32 @@ def inversion_attacks(
 
 
 def _attempts(
-    experiment: Experiment, client: Client, told: Upload, chosen: Tensor, public: Images
+    experiment: Experiment, client: Client, upload: Upload, chosen: Tensor, public: Images
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the reconstructions of each attack on one client.
 
     Args:
         experiment: The attacked run.
         client: The attacked client.
-        told: What it uploaded.
+        upload: What it uploaded.
         chosen: Indices of the rows to reconstruct.
         public: The attacker's images.
     """
     spec = client.data.spec
-    if told.rows is not None and told.network is not None and told.places is not None:
-        true_labels = client.data.labels[told.places[chosen]]
-        labels = None if told.labels is None else told.labels[1]
-        attacker = _Attacker(experiment, client.id, told, told.network, public)
-        rows = attacker.match_rows(told.rows[1], labels, chosen, true_labels)
+    if upload.rows is not None and upload.network is not None and upload.places is not None:
+        true_labels = client.data.labels[upload.places[chosen]]
+        labels = None if upload.labels is None else upload.labels[1]
+        attacker = _Attacker(experiment, client.id, upload, upload.network, public)
+        rows = attacker.match_rows(upload.rows[1], labels, chosen, true_labels)
         first = attacker.invert(rows)
         yield NETWORK, first
         if not attacker.means:
             yield SLOPE, attacker.descend(first, rows)
-    if told.images is not None:
-        yield DRAWN, denormalise(told.images[chosen], spec)
-    if told.given is not None and told.places is not None:
-        real = denormalise(client.data.batch(told.places[chosen]), spec)
-        yield GIVEN, _nearest(real, denormalise(told.given, spec))
+    if upload.images is not None:
+        yield DECODED, denormalise(upload.images[chosen], spec)
+    if upload.given is not None and upload.places is not None:
+        real = denormalise(client.data.batch(upload.places[chosen]), spec)
+        yield GIVEN, _nearest(real, denormalise(upload.given, spec))
 
 
 class _Attacker:
@@ -134,19 +134,19 @@ class _Attacker:
     Args:
         experiment: The attacked run.
         k: The client's id.
-        told: What the client uploaded, with rows.
+        upload: What the client uploaded, with rows.
         network: The client's network.
         public: The attacker's images.
     """
 
     def __init__(
-        self, experiment: Experiment, k: int, told: Upload, network: Classifier, public: Images
+        self, experiment: Experiment, k: int, upload: Upload, network: Classifier, public: Images
     ) -> None:
-        assert told.rows is not None
-        part, rows = told.rows
+        assert upload.rows is not None
+        part, rows = upload.rows
         self.experiment = experiment
         self.k = k
-        self.told = told
+        self.upload = upload
         self.network = network
         self.spec = public.spec
         self.guard = guard_of(experiment)
@@ -157,10 +157,10 @@ class _Attacker:
         plan = self.guard.plan
         self.mechanism = plan.mechanisms.get(plan.covers.get(part, ""))
         # Whether rows are means of classes, and do not belong to single images.
-        self.means = self.mechanism is not None and self.mechanism.beside is not None
+        self.means = self.mechanism is not None and self.mechanism.second_key is not None
 
     def clip(self, rows: Tensor) -> Tensor:
-        """Clip rows as the client does; unchanged if its mechanism does not clip single rows."""
+        """Clip rows as the client does, if its mechanism clips single rows."""
         mechanism = self.mechanism
         if not isinstance(mechanism, Additive):
             return rows
@@ -202,8 +202,8 @@ class _Attacker:
         everything = torch.arange(len(images))
         rows = embed_all_views(self.network, images, everything, parts_of_views(self.views))
         method, _, key = self.part.partition(".")
-        label_key = None if self.told.labels is None else self.told.labels[0].partition(".")[2]
-        answer = {**self.told.answers[method], key: rows.view(len(images), *self.shape)}
+        label_key = None if self.upload.labels is None else self.upload.labels[0].partition(".")[2]
+        answer = {**self.upload.answers[method], key: rows.view(len(images), *self.shape)}
         if label_key is not None:
             answer[label_key] = images.labels
         with torch.no_grad():
@@ -213,7 +213,7 @@ class _Attacker:
         return self.match_rows(answer[key], labels, everything, images.labels)
 
     def invert(self, rows: Tensor) -> Tensor:
-        """Reconstruct images with a network that is trained on pairs of the attacker's images.
+        """Reconstruct images with a network trained on the attacker's images.
 
         The reconstructions come from the epoch with the smallest error on held-out images.
         """
@@ -281,7 +281,7 @@ class _Attacker:
         return torch.cat(inputs), torch.cat(targets)
 
     def descend(self, start: Tensor, rows: Tensor) -> Tensor:
-        """Refine images by gradient descent on the distance of their embeddings to the rows.
+        """Refine images by gradient descent on their embeddings' distance to rows.
 
         Args:
             start: The first reconstructions.
@@ -302,7 +302,7 @@ class _Attacker:
 
 
 def _guesses(real: Tensor, labels: Tensor, public: Images) -> dict[str, Tensor]:
-    """Return baselines that need only the class: mean and nearest of the attacker's images of it.
+    """Return baselines by class: the attacker's mean and nearest image of it.
 
     Args:
         real: The private images.
@@ -336,7 +336,7 @@ def _sheet(
     results: list[Result],
     pictures: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]],
 ) -> list[ImageRow]:
-    """Return two rows per client: the best attack beside the private images, and the best guess.
+    """Return two rows per client: private images and best attack; best guess.
 
     Args:
         experiment: The attacked run.

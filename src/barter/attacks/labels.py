@@ -1,4 +1,4 @@
-"""Label inference: which classes a client has, and how often, read from its upload."""
+"""Label inference: which classes a client has, and how often."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["estimate_prior", "label_attacks"]
 
 
 def label_attacks(
-    experiment: Experiment, told: Mapping[int, Upload], public: Images
+    experiment: Experiment, uploads: Mapping[int, Upload], public: Images
 ) -> list[Result]:
-    """Infer labels and class frequencies in every available way, and compare with the truth.
+    """Infer labels and class frequencies from uploads; compare with the truth.
 
     Args:
         experiment: The attacked run.
-        told: What each client uploaded.
+        uploads: What each client uploaded.
         public: The attacker's images.
     """
-    clients = {k: client for k, client in clients_of(experiment).items() if k in told}
+    clients = {k: client for k, client in clients_of(experiment).items() if k in uploads}
     found: dict[str, dict[int, dict[str, float]]] = {}
     for k, client in clients.items():
-        for attack, values in _readings(experiment, client, told[k], public).items():
+        for attack, values in _readings(experiment, client, uploads[k], public).items():
             found.setdefault(attack, {})[k] = values
     even = torch.ones(experiment.task.spec.classes)
     guess = {
@@ -52,44 +52,52 @@ def label_attacks(
 
 
 def _readings(
-    experiment: Experiment, client: Client, told: Upload, public: Images
+    experiment: Experiment, client: Client, upload: Upload, public: Images
 ) -> dict[str, dict[str, float]]:
-    """Return the accuracy of each way to infer labels from one client's upload, by its name."""
+    """Return the measures of each way to infer labels from a client's upload."""
     true = client.data.class_counts()
     found: dict[str, dict[str, float]] = {}
 
-    def judge(inferred: Tensor, part: str) -> dict[str, float]:
+    def measure_labels(inferred: Tensor, part: str) -> dict[str, float]:
         distance = share_error(torch.bincount(inferred, minlength=len(true)), true)
-        if told.places is None or not _of_images(experiment, part):
+        if upload.places is None or not _of_images(experiment, part):
             return {"distance": distance}
-        right = inferred == client.data.labels[told.places]
+        right = inferred == client.data.labels[upload.places]
         return {"right": float(right.double().mean()), "distance": distance}
 
-    if told.labels is not None:
-        name, labels = told.labels
-        found[name] = judge(labels, name)
-    if told.rows is not None and told.network is not None:
-        name, rows = told.rows
+    if upload.labels is not None:
+        name, labels = upload.labels
+        found[name] = measure_labels(labels, name)
+    if upload.rows is not None and upload.network is not None:
+        name, rows = upload.rows
         features = rows if rows.ndim == 2 else rows[:, 0]  # the first of several views
         with torch.no_grad():
-            found[f"{name} and weights"] = judge(told.network.logits(features).argmax(1), name)
-    for name, counts in _counts_in_answers(experiment, told.answers):
+            found[f"{name} and weights"] = measure_labels(
+                upload.network.logits(features).argmax(1), name
+            )
+    for name, counts in _counts_in_answers(experiment, upload.answers):
         found[name] = {"distance": share_error(counts, true)}
-    if told.network is not None:
-        found[told.source] = {"distance": share_error(estimate_prior(told.network, public), true)}
+    if upload.network is not None:
+        found[upload.source] = {
+            "distance": share_error(estimate_prior(upload.network, public), true)
+        }
     return found
 
 
 def _of_images(experiment: Experiment, part: str) -> bool:
     """Return whether each row of a part belongs to one image, and not to a class."""
     plan = guard_of(experiment).plan
-    return part not in plan.covers or plan.mechanisms[plan.covers[part]].beside is None
+    return part not in plan.covers or plan.mechanisms[plan.covers[part]].second_key is None
 
 
 def _counts_in_answers(
     experiment: Experiment, answers: Mapping[str, Payload]
 ) -> list[tuple[str, Tensor]]:
-    """Return parts that list classes or hold a non-negative number per class, as class counts."""
+    """Return parts of answers that hold class counts, or list classes.
+
+    Returns:
+        Names of parts, and class counts.
+    """
     classes = experiment.task.spec.classes
     found: list[tuple[str, Tensor]] = []
     for method, parts in answer_parts(experiment.algorithm).items():
@@ -118,7 +126,7 @@ def _class_counts(value: Payload, key: str, classes: int) -> Tensor | None:
 
 
 def estimate_prior(network: Classifier, public: Images) -> Tensor:
-    """Estimate a network's class prior.
+    """Estimate a network's class prior, up to a factor.
 
     This is the sum of the predicted probabilities of each class over public images, relative to how
     often the class occurs among them.

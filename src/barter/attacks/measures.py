@@ -22,13 +22,13 @@ WINDOW = 7  # side of the windows of SSIM in pixels
 
 
 def psnr(real: Tensor, made: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio of each image in decibels; pixels are from 0 to 1."""
+    """Return each image's peak signal-to-noise ratio in dB, for pixels in 0..1."""
     error: Tensor = (real - made).square().flatten(1).mean(1)
     return -10 * error.clamp(min=1e-10).log10()
 
 
 def ssim(real: Tensor, made: Tensor) -> Tensor:
-    """Return the structural similarity of each image (Wang et al. 2004); 1 means equal.
+    """Return each image's structural similarity (Wang et al. 2004); 1 is equal.
 
     Windows are squares whose pixels have equal weights.
     """
@@ -51,7 +51,7 @@ def ssim(real: Tensor, made: Tensor) -> Tensor:
 
 
 def is_nearest_original(every: Tensor, places: Tensor, made: Tensor) -> Tensor:
-    """Return for each reconstruction whether the nearest private image is its original.
+    """Return whether each reconstruction's nearest private image is its original.
 
     Args:
         every: All private images of a client.
@@ -63,9 +63,10 @@ def is_nearest_original(every: Tensor, places: Tensor, made: Tensor) -> Tensor:
 
 
 def auc_with_error(members: Tensor, others: Tensor) -> tuple[float, float]:
-    """Return the area under the ROC curve and its standard error (Hanley and McNeil 1982).
+    """Return the area under the ROC curve and its standard error.
 
-    The area is the probability that a member's score is above that of a non-member; ties count half.
+    The area is the probability that a member's score is above that of a non-member; ties count
+    half. The error is that of Hanley and McNeil (1982).
     """
     m = len(members)
     n = len(others)
@@ -86,14 +87,14 @@ def true_positive_rate(members: Tensor, others: Tensor, rate: float) -> float:
     return float((members.double() > threshold).double().mean())
 
 
-def share_error(told: Tensor, true: Tensor) -> float:
-    """Return the L1 distance of two class distributions: 0 is equal, 2 is no class in common.
+def share_error(inferred: Tensor, true: Tensor) -> float:
+    """Return the L1 distance of two class distributions, from 0 (equal) to 2.
 
     Args:
-        told: The inferred class counts.
+        inferred: The inferred class counts.
         true: The true class counts.
     """
     inferred_share, true_share = (
-        counts.double() / counts.double().sum().clamp(min=1e-12) for counts in (told, true)
+        counts.double() / counts.double().sum().clamp(min=1e-12) for counts in (inferred, true)
     )
     return float((inferred_share - true_share).abs().sum())

@@ -1,4 +1,4 @@
-"""Membership inference: was an image among a client's training images?
+"""Membership inference: find out if a client trained on an image.
 
 RMIA (Zarifzadeh et al., "Low-Cost High-Power Membership Inference Attacks", ICML 2024), online: in
 shadow runs each client trains on a random half of its own and of other images. They show how likely
@@ -36,11 +36,13 @@ class ImagePool:
 
     images: Images
     members: int  # number of the client's images
-    judged: Tensor  # indices of the images to classify: per class as many members as others
+    candidates: Tensor  # indices of the images to classify: per class as many members as others
 
 
 def make_pool(own: Images, others: Images, seed: int) -> ImagePool:
-    """Join a client's images with others, and choose equally many of both from each class.
+    """Join a client's images with equally many others of each class.
+
+    If a class has fewer others, only that number of the client's images is classified.
 
     Args:
         own: The client's images.
@@ -59,8 +61,8 @@ def make_pool(own: Images, others: Images, seed: int) -> ImagePool:
     chosen = torch.cat(outside)
     pixels = torch.cat([own.pixels, others.pixels[chosen]])
     labels = torch.cat([own.labels, others.labels[chosen]])
-    judged = torch.cat([*inside, len(own) + torch.arange(len(chosen))])
-    return ImagePool(Images(pixels, labels, own.spec, own.augment), len(own), judged)
+    candidates = torch.cat([*inside, len(own) + torch.arange(len(chosen))])
+    return ImagePool(Images(pixels, labels, own.spec, own.augment), len(own), candidates)
 
 
 def shadow_indices(count: int, shadows: int, seed: int) -> list[Tensor]:
@@ -83,7 +85,7 @@ def shadow_indices(count: int, shadows: int, seed: int) -> list[Tensor]:
 
 def membership_attacks(
     experiment: Experiment,
-    told: Mapping[int, Upload],
+    uploads: Mapping[int, Upload],
     public: Images,
     others: Images,
     shadows: int,
@@ -93,25 +95,25 @@ def membership_attacks(
 
     Args:
         experiment: The attacked run.
-        told: What each client uploaded.
+        uploads: What each client uploaded.
         public: The attacker's images, which calibrate its scores.
         others: Images of no client, to be distinguished from members.
         shadows: The number of shadow runs.
         monitor: Shows progress.
     """
-    clients = {k: client for k, client in clients_of(experiment).items() if k in told}
+    clients = {k: client for k, client in clients_of(experiment).items() if k in uploads}
     pools = {
         k: make_pool(client.data, others, experiment.config.seed + k)
         for k, client in clients.items()
     }
-    known = {k: network for k in clients if (network := told[k].network) is not None}
-    given = {k: images for k in clients if (images := told[k].given) is not None}
+    known = {k: network for k in clients if (network := uploads[k].network) is not None}
+    given = {k: images for k in clients if (images := uploads[k].given) is not None}
     if not known and not given:
         why = "no client uploaded weights, predictions on public images or images: nothing is tried"
         return [Result("membership", "weights", note=why)]
     results = []
     if known:
-        source = told[next(iter(known))].source
+        source = uploads[next(iter(known))].source
         own = {
             k: (label_likelihood(network, pools[k].images), pools[k])
             for k, network in known.items()
@@ -129,9 +131,9 @@ def membership_attacks(
         if scores:
             results.append(_summarise_scores(f"RMIA with {shadows} shadow runs, {source}", scores))
     rows = {
-        k: (_nearness(told[k], pools[k].images), pools[k])
+        k: (_nearness(uploads[k], pools[k].images), pools[k])
         for k in known
-        if told[k].rows is not None
+        if uploads[k].rows is not None
     }
     if rows:
         results.append(_summarise_scores("nearest row, embeddings and weights", rows))
@@ -187,7 +189,10 @@ def _pool_scores(
 def _shadows(
     config: Config, rounds: int, pools: Mapping[int, ImagePool], count: int, monitor: Monitor
 ) -> list[dict[int, Upload]]:
-    """Return the uploads of shadow runs, which train on halves of the pools with other seeds."""
+    """Return the uploads of shadow runs on random halves of the pools.
+
+    Each run has its own seed.
+    """
     inside = {
         k: shadow_indices(len(pool.images), count, config.seed + k) for k, pool in pools.items()
     }
@@ -235,14 +240,17 @@ def _shadow(
     return uploads
 
 
-def _nearness(told: Upload, images: Images) -> Tensor:
-    """Return the negative distance of each image's embedding to the nearest uploaded row."""
-    assert told.rows is not None
-    assert told.network is not None
-    rows = told.rows[1]
+def _nearness(upload: Upload, images: Images) -> Tensor:
+    """Return each image's negative distance to the nearest uploaded row.
+
+    The distance is between the image's embedding in the uploaded network and the row.
+    """
+    assert upload.rows is not None
+    assert upload.network is not None
+    rows = upload.rows[1]
     views = 1 if rows.ndim == 2 else rows.shape[1]
     index = torch.arange(len(images))
-    computed = embed_all_views(told.network, images, index, parts_of_views(views)).flatten(1)
+    computed = embed_all_views(upload.network, images, index, parts_of_views(views)).flatten(1)
     return -torch.cdist(computed.double(), rows.flatten(1).double()).min(1).values
 
 
@@ -271,8 +279,8 @@ def _summarise_scores(attack: str, scores: Mapping[int, tuple[Tensor, ImagePool]
 
 def _split_scores(score: Tensor, pool: ImagePool) -> tuple[Tensor, Tensor]:
     """Return the scores of members and of others."""
-    inside = pool.judged < pool.members
-    return score[pool.judged[inside]], score[pool.judged[~inside]]
+    inside = pool.candidates < pool.members
+    return score[pool.candidates[inside]], score[pool.candidates[~inside]]
 
 
 def _values(members: Tensor, others: Tensor) -> dict[str, float]:

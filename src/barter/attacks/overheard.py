@@ -1,4 +1,7 @@
-"""Record what clients upload in one round, with the ground truth that only the experimenter has."""
+"""Record what clients upload in one round, with the ground truth.
+
+Only the experimenter has the ground truth.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +39,22 @@ class RecordingWire(Wire):
 
     def __init__(self, may_be_infinite: frozenset[str]) -> None:
         super().__init__(may_be_infinite)
-        self.heard: dict[int, dict[str, Payload]] = {}
+        self.answers: dict[int, dict[str, Payload]] = {}
         self.sent: dict[int, dict[str, Payload]] = {}  # arguments
 
     def deliver(self, received: Any, method: str, client: int, direction: Direction) -> Any:
         if method != Algorithm.evaluate.__name__:
-            record = self.heard if direction == "up" else self.sent
+            record = self.answers if direction == "up" else self.sent
             record.setdefault(client, {})[method] = isolate(received)
         return received
 
 
 @dataclass(frozen=True)
 class Upload:
-    """The upload of one client in a round, with the ground truth; None for what it did not upload."""
+    """One client's upload in a round, with the ground truth.
+
+    What the client did not upload is None.
+    """
 
     answers: dict[str, Payload]  # all answers, by method
     # network with the uploaded weights, or one extracted from predictions on public images
@@ -83,13 +89,13 @@ def guard_of(experiment: Experiment) -> Guard:
 
 def collect_uploads(experiment: Experiment) -> dict[int, Upload]:
     """Run one more round and return what each client uploaded in it."""
-    ear = RecordingWire(experiment.algorithm.may_be_infinite)
-    experiment.engine.wire = ear
+    wire = RecordingWire(experiment.algorithm.may_be_infinite)
+    experiment.engine.wire = wire
     experiment.step()
     clients = clients_of(experiment)
     return {
-        k: _interpret_upload(experiment, clients[k], answers, ear.sent.get(k, {}))
-        for k, answers in sorted(ear.heard.items())
+        k: _interpret_upload(experiment, clients[k], answers, wire.sent.get(k, {}))
+        for k, answers in sorted(wire.answers.items())
     }
 
 
@@ -141,7 +147,10 @@ def _interpret_upload(
 
 
 def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
-    """Return a network with the weights that a client uploaded, or None."""
+    """Return a network with the first weights that a client uploaded, or None.
+
+    The weights must be those of the client's whole network.
+    """
     state = next(iter(_states(answers, client.model.state_dict())), None)
     if state is None:
         return None
@@ -151,7 +160,7 @@ def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
 
 
 def _find_images(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
-    """Return all images in the answers, normalised; they are bytes, as private images are."""
+    """Return all images (bytes) in the answers, normalised; None without any."""
     tensors = [leaf for _, leaf in leaves(answers) if isinstance(leaf, Tensor)]
     images = [x for x in tensors if x.dtype == torch.uint8 and x.ndim == 4]
     found = [x for x in images if x.shape[1] == spec.channels and len(x)]
@@ -175,7 +184,13 @@ def _states(tree: Payload, like: State) -> Iterator[State]:
 def _part(
     tells: Mapping[str, str], answers: dict[str, Payload], *kinds: str
 ) -> tuple[str, Tensor] | None:
-    """Return name and tensor of the first part that the algorithm declares as one of these kinds."""
+    """Return name and tensor of the first part that is declared as one of the kinds.
+
+    Args:
+        tells: The algorithm's declaration, part -> kind.
+        answers: The client's answers, by method.
+        kinds: The kinds.
+    """
     for name, kind in tells.items():
         if kind not in kinds:
             continue

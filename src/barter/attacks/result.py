@@ -86,7 +86,7 @@ def results_to_json(about: Mapping[str, object], results: Sequence[Result]) -> s
 
 
 def result_tables(results: Sequence[Result]) -> Iterator[Table | str]:
-    """Yield a title, a table and notes for each question."""
+    """Yield a title, a table and notes for each question that attacks answer."""
     for question, title in QUESTIONS.items():
         rows = [result for result in results if result.question == question]
         keys = list(dict.fromkeys(key for row in rows for key in row.values))

@@ -1,1 +1,4 @@
-"""The command line. Importing `barter.cli.app` does not load torch; commands that compute do."""
+"""The command line; importing `barter.cli.app` does not load torch.
+
+Commands that compute load it.
+"""

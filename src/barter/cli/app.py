@@ -169,7 +169,7 @@ def resume(
         ),
     ] = None,
     patience: Patience = None,
-    behind: Annotated[
+    after_round: Annotated[
         str,
         typer.Option(
             "--round",
@@ -188,7 +188,7 @@ def resume(
     from barter.cli import running
 
     with _trusting(trust):
-        running.resume_run(run, rounds, threads, patience, behind, tensorboard=tensorboard)
+        running.resume_run(run, rounds, threads, patience, after_round, tensorboard=tensorboard)
 
 
 @app.command()
@@ -280,7 +280,7 @@ def report(
     ] = True,
     trust: Trust = False,
 ) -> None:
-    """Write an HTML report: curves, clients, split, images, traffic, time and configuration."""
+    """Write an HTML report: curves, clients, split, images, traffic and time."""
     from barter.cli import inspecting
 
     with _trusting(trust):
@@ -298,7 +298,7 @@ def privacy(
         ),
     ] = None,
 ) -> None:
-    """Show what the clients of RUN released, how it was protected, and the resulting guarantee."""
+    """Show what the clients of RUN released, and the resulting guarantee."""
     from barter.cli import inspecting
 
     inspecting.print_privacy(run, ledger)
@@ -341,7 +341,7 @@ def attack(
     ] = 20,
     trust: Trust = False,
 ) -> None:
-    """Attack RUN as a curious server: reconstruct images, infer membership and classes."""
+    """Attack RUN as a curious server: infer images, membership and classes."""
     from barter.cli import inspecting
 
     with _trusting(trust):
@@ -406,7 +406,7 @@ def check(
     ],
     settings: SettingsOption = None,
 ) -> None:
-    """Check that a method follows the rules: wire, seeds, resumption, order, documentation."""
+    """Check that a method follows barter's rules, such as for seeds and resuming."""
     from barter.cli import inspecting
 
     inspecting.check_method(name, settings)
@@ -427,7 +427,7 @@ def flower_init(
     ] = None,
     settings: SettingsOption = None,
 ) -> None:
-    """Write a deployment folder: configuration, certificates, and a folder and key per site."""
+    """Write a deployment folder: configuration, certificates, keys of the sites."""
     from barter.cli import running
 
     running.init_deployment(folder, sites, address, config, algorithm, settings)
@@ -446,7 +446,7 @@ def flower_start(
         ),
     ] = False,
 ) -> None:
-    """Coordinate a deployment's run: start the SuperLink, admit the sites, show the progress."""
+    """Coordinate a deployment: start the SuperLink, admit sites, show progress."""
     from barter.cli import running
 
     running.start_deployment(folder, host, insecure=insecure)
@@ -457,7 +457,7 @@ def site(
     file: Annotated[Path, typer.Argument(metavar="SITE.toml")],
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run a site of a Flower federation: hold the client of SITE.toml, stay connected."""
+    """Run a site of a Flower federation, with the client of SITE.toml."""
     from barter.cli import running
 
     running.start_site(file, worker)
@@ -479,7 +479,7 @@ def list_(what: Annotated[Listing | None, typer.Argument(metavar="WHAT")] = None
 def show_algorithm(
     name: Annotated[str, typer.Argument()],
 ) -> None:
-    """Show an algorithm's citation, messages, and fields with defaults and the paper's symbols."""
+    """Show an algorithm's citation, messages, and fields with their defaults."""
     from barter.cli import describing
 
     describing.print_algorithm(name)
@@ -523,7 +523,7 @@ def show_config(
     algorithm: AlgorithmName = None,
     settings: SettingsOption = None,
 ) -> None:
-    """Print the full configuration of a run, including defaults, as TOML for `barter run`."""
+    """Print the full configuration of a run as TOML for `barter run`."""
     from barter.cli import describing
 
     describing.print_config(config, algorithm, settings)
@@ -543,7 +543,7 @@ def show_images(
     ] = 10,
     trust: Trust = False,
 ) -> None:
-    """Save a sheet for each round of RUN: private images beside those synthesised from them.
+    """Save a sheet for each round of RUN: private and synthetic images.
 
     No party of a run sees both.
     """
@@ -578,7 +578,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _recorded_interrupts() -> Iterator[list[int]]:
-    """Record interrupts: a module that is interrupted while it is imported may raise any error."""
+    """Record interrupts, which modules may turn into any error while importing."""
     interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -641,7 +641,7 @@ LIKELY = {
     "output": "--out ...",
     "gpu": "--device cuda",
     "cuda": "--device cuda",
-    "config": "[CONFIG.toml] alone, without an option",
+    "config": "[CONFIG.toml] without an option",
     **{table: f"--set {key}=..." for table, key in CHOICES.items()},
 }
 
@@ -660,7 +660,7 @@ def _usage_error() -> type[Exception]:
 def _refuse(error: Any) -> int:
     """Print what is wrong with the command line; return the exit status.
 
-    Errors are told apart by the names of their classes: the module depends on typer's version.
+    Errors are distinguished by the names of their classes: the module depends on typer's version.
     """
     kind = type(error).__name__
     if kind == "NoArgsIsHelpError":

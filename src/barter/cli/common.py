@@ -1,4 +1,4 @@
-"""Helpers that commands share: consoles, configurations, and imports of optional dependencies."""
+"""Helpers that commands share: consoles, configurations, optional imports."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def make_console(*, wide: bool = False) -> Console:
 def requested_values(
     config: Path | None, algorithm: str | None, settings: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return the plain values of a configuration file, changed by --algorithm and --set."""
+    """Return a configuration file's plain values, changed by --algorithm and --set."""
     first = [] if algorithm is None else [f"algorithm.name={algorithm}"]
     return with_settings({} if config is None else open_config(config), [*first, *(settings or [])])
 
 
 def open_config(config: Path) -> dict[str, Any]:
-    """Return the plain values of a configuration file, and add its folder to the import path.
+    """Return a configuration file's values; add its folder to the import path.
 
-    So module:Class in a configuration is also found beside the file.
+    So module:Class in a configuration is also found next to the file.
     """
     values = read_toml(config)
     folder = str(config.parent.absolute())
@@ -64,7 +64,7 @@ def open_config(config: Path) -> dict[str, Any]:
 
 
 def parse_round(text: str) -> Which:
-    """Parse the value of --round."""
+    """Parse the value of --round: "best", "last" or a number from 1 on."""
     if text == "last":
         return "last"
     if text == "best":
@@ -85,7 +85,9 @@ EXTRAS = {
 
 
 def import_optional(module: str) -> Any:
-    """Import a module of barter that needs an extra, or Ray, which Flower's simulation needs.
+    """Import a module of barter that needs an extra, or Ray.
+
+    Flower's simulation needs Ray.
 
     Raises:
         ConfigError: The extra is not installed; the message has the command that installs it.

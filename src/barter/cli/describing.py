@@ -1,4 +1,4 @@
-"""Commands that describe a method or a configuration; they import no more than that needs."""
+"""Commands that describe a method or a configuration, with few imports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def print_config(config: Path | None, algorithm: str | None, settings: SettingTe
 
 
 def print_fields(console: Console, kind: type, where: str, chosen: object = None) -> None:
-    """Print the fields of a dataclass with their meanings, in groups with headings if it has any.
+    """Print the fields of a dataclass with their meanings, by heading.
 
     Args:
         console: Where to print.

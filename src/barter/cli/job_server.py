@@ -66,7 +66,7 @@ def _send(answers: int, answer: Mapping[str, int]) -> None:
 
 
 def _fork(request: Mapping[str, Any], answers: int) -> int:
-    """Start a run in its own process and session, with its own log; return its process id."""
+    """Start a run in its own process and session; return its process id."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # NumPy's BLAS has threads, which it stops before a fork and restarts after it.
@@ -83,7 +83,10 @@ def _fork(request: Mapping[str, Any], answers: int) -> int:
 
 
 def _run(request: Mapping[str, Any], answers: int, begun: int) -> NoReturn:
-    """Execute the run in the forked process, with output to its log; exit with its status."""
+    """Execute the run in the forked process; exit with its status.
+
+    Its output goes to its log.
+    """
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -108,7 +111,7 @@ def _run(request: Mapping[str, Any], answers: int, begun: int) -> NoReturn:
 
 
 def _preload() -> None:
-    """Import what a run needs and takes long to load; must not start threads or touch a GPU."""
+    """Import what takes long to load, without starting threads or using a GPU."""
     from sklearn import datasets  # noqa: F401  # the digits data set
 
     from barter.cli import running  # noqa: F401

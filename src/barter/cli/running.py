@@ -1,4 +1,4 @@
-"""Commands that run a federation in this process or on Flower, a comparison, or a site."""
+"""Commands that run a federation, here or on Flower, a comparison, or a site."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run_experiment(
     simulate: bool,
     tensorboard: bool,
 ) -> None:
-    """Run `barter run`; `chosen` are the values of options that are configuration keys."""
+    """Run `barter run`; `chosen` are the values of options that are config keys."""
     options = {key: value for key, value in chosen.items() if value is not None}
     tree = requested_values(config, algorithm, settings) | options
     resolved = resolve(tree)
@@ -99,7 +99,7 @@ def resume_run(
     rounds: int | None,
     threads: int | None,
     patience: int | None,
-    behind: str,
+    after_round: str,
     *,
     tensorboard: bool,
 ) -> None:
@@ -113,7 +113,7 @@ def resume_run(
     config = read_run(require_run(run))
     if config.engine == "flower":
         require_consent(run, [DEPLOYMENT])
-    which = parse_round(behind)
+    which = parse_round(after_round)
     if which == "last" and rounds is not None and rounds < (done := len(read_records(run))):
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
     if rounds is not None and rounds != config.rounds and config.engine == "flower":
@@ -128,7 +128,7 @@ def resume_run(
             f"--threads {threads}: a run on Flower keeps those that it was begun with"
         )
     if config.engine == "flower" and (patience is not None or which != "last"):
-        option = f"--round {behind}" if patience is None else f"--patience {patience}"
+        option = f"--round {after_round}" if patience is None else f"--patience {patience}"
         raise ConfigError(
             f"{option}: sites of a run on Flower know its last round, and keep its configuration"
         )
@@ -149,8 +149,8 @@ def resume_run(
         resume=True,
         simulate=simulated,
         tensorboard=tensorboard,
-        behind=which,
-        overrule=rounds is not None,
+        after_round=which,
+        ignore_stop=rounds is not None,
     )
 
 
@@ -165,7 +165,7 @@ def compare_variants(
     question: Mapping[str, object],
     jobs: int,
 ) -> None:
-    """Run `barter compare`; `question` holds baseline, metric and target, or None for each."""
+    """Run `barter compare`; `question` has baseline, metric and target or None."""
     if what is not None and what.is_dir():
         if algorithms or seeds or settings or vary or only or out:
             raise ConfigError(
@@ -190,7 +190,7 @@ def compare_variants(
     )
     with ManyRuns(console) as many:
         try:
-            failed = run_all(runs, jobs, many.show, many.tell)
+            failed = run_all(runs, jobs, many.show, many.show_line)
         except KeyboardInterrupt:
             raise Interrupted(f"stopped; the same command with --out {folder} continues") from None
     if len(failed) < len(runs):
@@ -226,7 +226,10 @@ def _print_comparison(comparison: Comparison) -> None:
 
 
 def _print_variant(console: Console, algorithm: Algorithm[Any, Any]) -> None:
-    """Say that a run is not the published method, so that nobody reports it as such by accident."""
+    """Print that a run is not the published method, if it is not.
+
+    So it is not reported as the published one by accident.
+    """
     variant = describe_variant(algorithm)
     if variant:
         console.print(variant)
@@ -239,8 +242,8 @@ def _drive(
     resume: bool,
     simulate: bool,
     tensorboard: bool,
-    behind: Which = "last",
-    overrule: bool = False,
+    after_round: Which = "last",
+    ignore_stop: bool = False,
 ) -> None:
     """Run or resume an experiment; print its progress, results and remarks.
 
@@ -250,8 +253,8 @@ def _drive(
         resume: Continue the run in the folder.
         simulate: Use Flower's simulation instead of local sites; only with engine "flower".
         tensorboard: Also write a TensorBoard log.
-        behind: The round after which a resumed run continues; not used with Flower.
-        overrule: Continue although the run stopped early; not used with Flower.
+        after_round: The round after which a resumed run continues; not used with Flower.
+        ignore_stop: Continue although the run stopped early; not used with Flower.
 
     Raises:
         BarterError: The run failed or was interrupted; the message says how to continue.
@@ -264,7 +267,12 @@ def _drive(
         return
     try:
         experiment = Experiment.from_config(
-            config, out, resume=resume, monitor=watcher, behind=behind, overrule=overrule
+            config,
+            out,
+            resume=resume,
+            monitor=watcher,
+            after_round=after_round,
+            ignore_stop=ignore_stop,
         )
     except KeyboardInterrupt:
         raise Interrupted("interrupted before the first round: nothing was run") from None
@@ -319,7 +327,7 @@ def _drive(
 
 
 def _thread_count(threads: int | None) -> str:
-    """Describe the number of CPU threads, for the run's header; empty if none was chosen."""
+    """Return the number of CPU threads as text for the header; empty if None."""
     if threads is None:
         return ""
     available = torch.get_num_threads()
@@ -362,7 +370,7 @@ def _end(out: Path) -> None:
 def _drive_flower(
     config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool
 ) -> None:
-    """Run on Flower: a SuperLink and a site per client on this machine, or Flower's simulation."""
+    """Run on Flower and print the results: sites here, or Flower's simulation."""
     loopback = import_optional("flower.loopback")
     if simulate:
         import_optional("ray")

@@ -1,4 +1,4 @@
-"""Run a comparison, every variant with every seed, and write its table and curves."""
+"""Run a comparison, every variant with every seed; write table and curves."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RunJob:
 
     @property
     def done(self) -> int:
-        """Return the number of finished rounds, without parsing them, since it is read often."""
+        """Return the number of finished rounds, without parsing their records."""
         return count_rounds(self.folder)
 
     @property
@@ -190,7 +190,10 @@ class Comparison:
         return slug
 
     def _check_begun(self, name: str, config: Config) -> None:
-        """Raise if existing runs of a variant have another configuration, apart from the seed."""
+        """Raise CheckpointError if a variant's existing runs were configured otherwise.
+
+        Seeds may differ, and so may the keys of `MAY_DIFFER`.
+        """
         for path in sorted((self.folder / self.variants[name]).glob("seed-*/config.toml")):
             requested = to_plain(_with_absolute_paths(config))
             existing = to_plain(_with_absolute_paths(read_run(path.parent, code_names(requested))))
@@ -255,7 +258,10 @@ class Comparison:
         return summarise(results, question)
 
     def variant_notes(self) -> list[str]:
-        """Return a line for each variant that is not the published method, as far as runs were begun."""
+        """Return a line for each variant that is not the published method.
+
+        Variants without a run that has begun are left out.
+        """
         notes = []
         for name in self.variants:
             begun = (self.run(name, seed) / "config.toml" for seed in self.seeds)
@@ -309,7 +315,10 @@ def curve_label(results: Results, metric: str) -> str:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """Return a configuration with absolute paths, which means the same in any working directory."""
+    """Return a configuration with absolute paths of data.
+
+    It then means the same in any working directory.
+    """
     return replace(config, data=with_absolute_paths(config.data))
 
 
@@ -318,7 +327,7 @@ View = Callable[[Mapping[str, tuple[int, int]], int, int], None]
 
 
 def run_all(
-    jobs: Sequence[RunJob], parallel: int, view: View, tell: Callable[[str], None]
+    jobs: Sequence[RunJob], parallel: int, view: View, show_line: Callable[[str], None]
 ) -> list[RunJob]:
     """Run all unfinished jobs, each in its own process; return those that failed.
 
@@ -329,7 +338,7 @@ def run_all(
         jobs: The runs.
         parallel: The number of runs at the same time.
         view: Called regularly with the progress.
-        tell: Called with a line for each run that ends.
+        show_line: Called with a line for each run that ends.
     """
     waiting = [job for job in jobs if not job.finished]
     running: dict[RunJob, tuple[Started, float]] = {}
@@ -337,7 +346,7 @@ def run_all(
     total = len(jobs)
     threads = max(1, (os.cpu_count() or 1) // parallel)
     if len(waiting) < total:
-        tell(f"{total - len(waiting)} of {total} runs are finished already")
+        show_line(f"{total - len(waiting)} of {total} runs are finished already")
     with _terminated_as_interrupted(), Launcher(threads) as launcher, _stop_at_exit(running):
         while waiting or running:
             while waiting and len(running) < parallel:
@@ -350,10 +359,12 @@ def run_all(
             for job in ended:
                 process, began = running.pop(job)
                 if process.returncode == 0 and job.finished:
-                    tell(f"{job}: {_outcome(job)}; {format_duration(time.monotonic() - began)}")
+                    show_line(
+                        f"{job}: {_outcome(job)}; {format_duration(time.monotonic() - began)}"
+                    )
                 else:
                     failed.append(job)
-                    tell(f"{job} {_why(job, process.returncode or 0)}")
+                    show_line(f"{job} {_why(job, process.returncode or 0)}")
     # Another process may have been running a job, and have finished it meanwhile.
     return [job for job in failed if not job.finished]
 
@@ -421,7 +432,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_at_exit(running: Mapping[RunJob, tuple[Started, float]]) -> Iterator[None]:
-    """Terminate all running processes at the end, also after an error or an interrupt."""
+    """Terminate all running processes at the end of the block, also after errors."""
     try:
         yield
     finally:

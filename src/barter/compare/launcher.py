@@ -1,4 +1,4 @@
-"""Start the runs of a comparison in separate processes that need not load torch first."""
+"""Start the runs of a comparison in processes that need not load torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Launched:
 
 @dataclass
 class Launcher:
-    """Start runs by forking a job server that has loaded torch.
+    """Starter of runs, by a job server that has loaded torch and forks.
 
     The job server starts with the first run and ends in `__exit__`. Runs are isolated as if each
     had been started separately: each has its own session, log and memory.
@@ -124,7 +124,7 @@ class Launcher:
             run.returncode = answer.get("status", run.returncode)
 
     def _lose(self) -> None:
-        """Terminate the runs of a server that has died: their exit statuses would be unknown."""
+        """Terminate the runs of a dead server, as their exit statuses are unknown."""
         for run in self._launched.values():
             if run.returncode is None:
                 if run.pid:

@@ -1,4 +1,4 @@
-"""Specify a comparison: variants, seeds and the question, from a file and the command line."""
+"""Specify a comparison: variants, seeds and question, by file or options."""
 
 from __future__ import annotations
 
@@ -31,9 +31,15 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_variants(text: str) -> dict[str, list[str]]:
-    """Parse variants such as local,dffke:preset=paper:share=0.3 into names with settings.
+    """Parse variants such as local,dffke:preset=paper into names with settings.
 
     A field without a table belongs to the method.
+
+    Returns:
+        Name of the variant -> settings `key=value`.
+
+    Raises:
+        ConfigError: A variant occurs twice.
     """
     variants: dict[str, list[str]] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -53,7 +59,15 @@ def parse_variants(text: str) -> dict[str, list[str]]:
 def combine_sweeps(
     variants: Mapping[str, Sequence[str]], sweeps: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Combine every variant with every value of each sweep, such as algorithm.tau=0.8,0.9."""
+    """Combine every variant with every value of each sweep.
+
+    Args:
+        variants: Name -> settings.
+        sweeps: Texts such as algorithm.tau=0.8,0.9.
+
+    Returns:
+        Name with the chosen values -> settings.
+    """
     choices = []
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")

@@ -1,1 +1,4 @@
-"""Execution of steps: lanes, graphs, precision, threads, kernels; independent of the parties."""
+"""Execution of training steps: lanes, graphs, precision, threads, kernels.
+
+Nothing here knows of clients or servers.
+"""

@@ -1,4 +1,4 @@
-"""Batches of a training step: tensors, and tuples of tensors with names for their parts.
+"""Batches of a training step: tensors, and tuples of tensors with named parts.
 
 A captured graph reads its inputs from fixed places, which are single tensors. A loss is easier to
 read if its arguments have names. So a loss may take NamedTuples and tuples of tensors, nested as
@@ -39,7 +39,7 @@ def flatten(batch: Sequence[Batch]) -> list[Tensor]:
 
 
 def shape_key(batch: Sequence[Batch]) -> Hashable:
-    """Return a key that is equal for batches of the same structure, shapes and data types."""
+    """Return a key equal for batches of the same structure, shapes and dtypes."""
     parts: list[Hashable] = []
     for item in batch:
         if isinstance(item, Tensor):
@@ -52,7 +52,12 @@ def shape_key(batch: Sequence[Batch]) -> Hashable:
 
 
 def refill(batch: Sequence[Batch], tensors: Iterable[Tensor]) -> list[Batch]:
-    """Return a batch of the same structure with other tensors, in the order of `flatten`."""
+    """Return a batch of the same structure with other tensors.
+
+    Args:
+        batch: The batch whose structure is used.
+        tensors: The new tensors, in the order of `flatten`.
+    """
     remaining = iter(tensors)
     return [_refill_item(item, remaining) for item in batch]
 

@@ -1,4 +1,4 @@
-"""Faster versions of common layers on a GPU, with the same parameters and results.
+"""Faster GPU versions of common layers, with the same parameters and results.
 
 `fuse` makes a module's containers pass to a batch normalisation what follows it directly: the
 activation, and the sum of a residual block. Parameters, buffers, names, modes and hooks stay as
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class FusedNorm(nn.BatchNorm2d):
-    """Batch normalisation with a fused sum and activation: act(batch_norm(x) + added)."""
+    """Batch normalisation with fused sum and activation: act(norm(x) + added)."""
 
     arrived: Tensor | None = None  # counters of the kernels, zero between any two calls
 
@@ -98,7 +98,7 @@ class _MaxPool(nn.MaxPool2d):
 
 
 class _Stem(nn.Conv2d):
-    """A first convolution of stride 2 on images of few channels, by 2 x 2 blocks of pixels.
+    """A first convolution of stride 2 on few channels, by 2 x 2 blocks of pixels.
 
     Blocks have as many channels as tensor cores need.
     """
@@ -122,7 +122,9 @@ class _Stem(nn.Conv2d):
 
 
 def by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Compute `conv2d(x, weight, bias, stride=2, padding=3)` for a 7 x 7 kernel and even sides.
+    """Compute a 7 x 7 convolution of stride 2 and padding 3 by blocks of pixels.
+
+    The result is that of `conv2d(x, weight, bias, stride=2, padding=3)`; the sides must be even.
 
     Blocks of 2 x 2 pixels become one position with 4 c channels, padded with zeros to 16. The
     kernel, extended by one row and column of zeros to 8 x 8 pixels, covers 4 x 4 blocks: two before
@@ -262,7 +264,10 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def fuse(module: M) -> M:
-    """Replace the classes of a module's parts by fused versions, in place, and return it."""
+    """Replace the classes of a module's layers by fused ones; return the module.
+
+    The module is changed in place; its parameters stay the same.
+    """
     device = next(
         (t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")
     )
@@ -294,7 +299,7 @@ def _unsupported(part: nn.Module) -> bool:
 
 @cache
 def _launch() -> ModuleType | None:
-    """Return the module of the kernels, or None with a warning if they cannot be compiled."""
+    """Return the module of the kernels; warn and return None if they do not compile."""
     try:
         from barter.compute import launch
 

@@ -65,7 +65,10 @@ class Graphs:
             del self.steps[next(iter(self.steps))]
 
     def take(self, work: Callable[..., Any], batch: Sequence[Batch]) -> Any:
-        """Run a step on this batch and return its values, which are valid until the next step.
+        """Run a step on this batch and return its values, valid until the next step.
+
+        The step runs eagerly at first, is then captured as a CUDA graph, and replayed from then on.
+        Without a lane, or if it cannot be captured, it always runs eagerly.
 
         Args:
             work: Called with the items of the batch.
@@ -97,7 +100,7 @@ class Graphs:
         return step.replay(tensors)
 
     def _modes(self, work: Callable[..., Any]) -> tuple[bool, ...]:
-        """Return the training modes of all modules involved, which are part of a graph's key."""
+        """Return the training modes of all modules involved; part of a graph's key."""
         return tuple(
             [part.training for part in self.parts]
             + [m.training for m in modules_of(contents(work))]
@@ -106,8 +109,10 @@ class Graphs:
     def _capture(
         self, lane: Lane, work: Callable[..., Any], batch: Sequence[Batch]
     ) -> Captured | Eager:
-        """Capture a step as a graph, without running it; if that fails, return an `Eager` with the
-        reason.
+        """Capture a step as a graph, without running it.
+
+        Returns:
+            The graph, or an `Eager` with the reason if the capture failed.
         """
         inputs = [tensor.clone() for tensor in flatten(batch)]
         seed = lane.generator.initial_seed()
@@ -185,7 +190,7 @@ def has_hooks(*layers: nn.Module) -> bool:
 
 
 class Eager:
-    """A step that is not captured, because it is too early or for the reason in `objection`."""
+    """A step that is not captured: too early, or for the reason in `objection`."""
 
     def __init__(self, objection: str = "") -> None:
         self.objection = objection
@@ -249,7 +254,10 @@ def _code_and_values(work: Any) -> tuple[Any, list[Any]]:
 
 
 def _cell_value(cell: types.CellType) -> Any:
-    """Return the value of a closure's cell; an unset cell itself, which is an objection."""
+    """Return the value of a closure's cell, or an unset cell itself.
+
+    An unset cell is an objection to capturing.
+    """
     try:
         return cell.cell_contents
     except ValueError:
@@ -262,7 +270,12 @@ def _is_code(item: Any) -> bool:
 
 
 def identity(work: Any, depth: int = 4) -> Hashable:
-    """Return a key that is equal for equal work: same code and values, also in nested functions."""
+    """Return a key that is equal for functions with the same code and values.
+
+    Args:
+        work: A function, bound method or partial; functions in its values are included.
+        depth: Levels of nested functions to compare by their code.
+    """
     code, values = _code_and_values(work)
     inner = [code, *values] if isinstance(work, partial) else values
     parts = tuple(
@@ -272,7 +285,14 @@ def identity(work: Any, depth: int = 4) -> Hashable:
 
 
 def contents(work: Any, depth: int = 4) -> list[Any]:
-    """Return all values that work holds, also through nested functions."""
+    """Return all values that a function holds, also through nested functions.
+
+    See `_code_and_values` for these values.
+
+    Args:
+        work: A function, bound method, partial or module.
+        depth: Levels of nested functions to follow.
+    """
     code, values = _code_and_values(work)
     inner = [code, *values] if isinstance(work, partial) else values
     items: list[Any] = []

@@ -36,7 +36,10 @@ def _activated(z, ACT: tl.constexpr, slope):
 
 @triton.jit
 def _before(g, z, ACT: tl.constexpr, slope):
-    """Return the gradient before the activation; zero, not NaN, where nothing passed."""
+    """Return the gradient before the activation, from g, that after it.
+
+    It is zero, not NaN, where the activation passes nothing. z is the activation's input.
+    """
     if ACT == "relu":
         return tl.where(z > 0, g, 0.0)
     elif ACT == "leaky":
@@ -66,7 +69,11 @@ def _scaling(weight_ptr, bias_ptr, columns, inside, AFFINE: tl.constexpr):
 
 @triton.jit
 def _added_up(sums_ptr, arrived_ptr, c, columns, inside, slices, one, other, BM: tl.constexpr, BC: tl.constexpr):
-    """Store one slice's two sums. The last program gets the sums over all slices, and True."""
+    """Store one slice's two sums; the last program to arrive adds up all slices.
+
+    Returns:
+        Both totals, and True, for the last program of these columns; otherwise zeros and False.
+    """
     place = sums_ptr + tl.program_id(1) * 2 * c + columns
     tl.store(place, one, mask=inside)
     tl.store(place + c, other, mask=inside)
@@ -91,9 +98,10 @@ def statistics(
     m, units, rows, slices, eps, momentum,
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, TRACKED: tl.constexpr,
 ):
-    """Compute mean and standard deviation, and update the running statistics.
+    """Compute each channel's mean and 1 / standard deviation.
 
-    Sums are of x minus its first row, which avoids cancellation.
+    The running statistics are updated, too. Sums are of x minus its first row, which avoids
+    cancellation.
     """
     c = units * UNIT
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -135,7 +143,10 @@ def forward(
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, AFFINE: tl.constexpr,
     ADDED: tl.constexpr,
 ):
-    """Compute y = act(normalised x [+ added])."""
+    """Compute y = act((x - mean) * rstd * weight + bias [+ added]).
+
+    Matrices are (m pixels, c channels); without AFFINE, weight is 1 and bias 0.
+    """
     c = units * UNIT
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = columns < c
@@ -166,7 +177,7 @@ def backward_sums(
     """Compute the gradients of bias and weight.
 
     These are sums of g, the gradient before the activation, and of g times normalised x. Where
-    something was added, its gradient is g, written here; the sign of y then tells what the
+    something was added, its gradient is g, written here; the sign of y then shows what the
     activation (relu) let pass.
     """
     c = units * UNIT
@@ -208,7 +219,11 @@ def backward(
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
     TRAIN: tl.constexpr, AFFINE: tl.constexpr,
 ):
-    """Compute the gradient of x."""
+    """Compute the gradient of x from g, the gradient of y.
+
+    In training (TRAIN), it also flows through the batch's mean and variance, for which dweight and
+    dbias hold the sums of `backward_sums`. Matrices are (m pixels, c channels).
+    """
     c = units * UNIT
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = columns < c
@@ -237,7 +252,7 @@ def max_pool_forward(
     x_ptr, y_ptr, winner_ptr, m, units, height, width, p, q,
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
 ):
-    """Compute the largest value of each window of K x K, and its position in the window."""
+    """Compute the maximum of each K x K window, and its position in the window."""
     c = units * UNIT
     columns = tl.program_id(1) * BC + tl.arange(0, BC)
     at = tl.program_id(0) * BM + tl.arange(0, BM)

@@ -114,7 +114,7 @@ class Lane:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Compute on this lane in the current thread, inside."""
+        """Compute on this lane in the current thread, inside the block."""
         before = current_lane()
         default = torch.cuda.default_generators[self.device.index]
         outer = default.graphsafe_get_state()
@@ -154,7 +154,7 @@ class Lane:
             raise Stopped
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event that is recorded behind all work submitted so far."""
+        """Return an event that is recorded after all work submitted so far."""
         event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self.stream)  # type: ignore[no-untyped-call]
         return event
@@ -176,7 +176,7 @@ class Lane:
         return _cached(self.forwards, key, make)
 
     def keep(self, name: Hashable, module: nn.Module) -> None:
-        """Store a module under a name; evict the least recently used ones if there is no room."""
+        """Store a module under a name; evict least recently used ones to make room."""
         self.modules[name] = module
         sizes = {name: footprint(module) for name, module in self.modules.items()}
         while len(sizes) > 1 and sum(sizes.values()) > self.room:
@@ -188,7 +188,7 @@ class Lane:
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None]]) -> None:
-    """Run the jobs of a queue for ever; the target of a track's thread."""
+    """Run the jobs of a queue without end; the target of a track's thread."""
     while True:
         job = work.get()
         job()
@@ -200,7 +200,7 @@ def _cached(
     key: tuple[Hashable, ...],
     make: Callable[[], Any],
 ) -> Any:
-    """Return the value of a key, made if there is none; evict the least recently used one."""
+    """Return the value of a key, made if missing; evict the least recently used."""
     if key not in table:
         table[key] = make()
         if len(table) > TRAINERS:
@@ -220,17 +220,20 @@ def current_lane() -> Lane | None:
 
 
 def throttle() -> None:
-    """Count a step, and wait now and then so that the host does not run too far ahead."""
+    """Count a step; wait if the host is too far ahead of the device."""
     lane = current_lane()
     if lane is not None:
         lane.throttle()
 
 
 def run_branches(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """Run independent jobs and return their results; concurrently while a graph is captured.
+    """Run independent jobs, concurrently while a graph is captured.
 
     The kernels of a single job may be too small to fill the device. Gradients are computed
     concurrently too. No module may be used by two jobs.
+
+    Returns:
+        The jobs' results, in order.
     """
     lane = current_lane()
     if lane is None or len(jobs) < 2 or not torch.cuda.is_current_stream_capturing():
@@ -249,7 +252,7 @@ def run_branches(jobs: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def wait_for_device() -> None:
-    """Wait until the device has finished this lane's work, and let other lanes run meanwhile.
+    """Wait until the device has finished this lane's work; other lanes run.
 
     Call it before reading a result.
     """
@@ -281,9 +284,13 @@ def lane_module(name: Hashable, make: Callable[[], M]) -> M:
 
 
 def keep(name: Hashable, module: M) -> M:
-    """Return this lane's module of a name, with the state of a new module of the same structure.
+    """Return this lane's module of a name, with the state of a new module.
 
     Graphs that were captured for it stay valid. Without a lane, the new module itself is returned.
+
+    Args:
+        name: The name.
+        module: A new module of the same structure.
     """
     resident = lane_module(name, lambda: module)
     if resident is not module:
@@ -292,7 +299,12 @@ def keep(name: Hashable, module: M) -> M:
 
 
 def take_over(module: nn.Module, other: nn.Module) -> None:
-    """Copy weights, `requires_grad` and training modes from a module of the same structure."""
+    """Copy weights, `requires_grad` and training modes from an equal module.
+
+    Args:
+        module: The module to change.
+        other: A module of the same structure.
+    """
     module.load_state_dict(other.state_dict())
     for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
         mine.requires_grad_(theirs.requires_grad)
@@ -305,7 +317,7 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
 
     The first error of a job is raised when all lanes have finished.
     """
-    home = torch.cuda.current_stream(lanes[0].device)
+    caller_stream = torch.cuda.current_stream(lanes[0].device)
     errors: list[BaseException] = []
     busy = [(lane, lane_jobs) for lane, lane_jobs in zip(lanes, jobs, strict=True) if lane_jobs]
     finished = {id(lane): threading.Event() for lane, _ in busy}
@@ -314,7 +326,7 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
     def serve(lane: Lane, lane_jobs: Sequence[Callable[[], None]]) -> None:
         try:
             with _baton, lane.open():
-                lane.stream.wait_stream(home)
+                lane.stream.wait_stream(caller_stream)
                 for job in lane_jobs:
                     job()
         except Stopped:
@@ -341,7 +353,7 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
         raise
     finally:
         for lane in submitted:
-            home.wait_stream(lane.stream)
+            caller_stream.wait_stream(lane.stream)
             lane.shared = False
         torch.set_rng_state(rng)
         outer = current_lane()

@@ -1,4 +1,4 @@
-"""Batch normalisation and max pooling by Triton kernels, as differentiable functions."""
+"""Batch normalisation and max pooling by Triton kernels, differentiable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRITING = 1024  # Approximate number of programs that write results.
 
 
 class _Grid:
-    """Division of a matrix of m pixels by c channels into tiles, and of its rows into slices."""
+    """Division of a matrix (pixels, channels) into tiles, and of rows into slices."""
 
     def __init__(self, x: Tensor, tile: int = 0) -> None:
         self.c = x.shape[1]
@@ -92,10 +92,14 @@ class _BatchNorm(torch.autograd.Function):
             return *_differentiable(ctx, dy), None, None, None
         x, weight, bias, mean, rstd, y, arrived = ctx.saved_tensors
         affine, added, (training, _, _, act, slope) = ctx.settings
-        cut, g = _Grid(x), dy.contiguous(memory_format=torch.channels_last)
-        dx, (dweight, dbias) = torch.empty_like(x), x.new_empty((2, cut.c), dtype=torch.float32)
+        cut = _Grid(x)
+        g = dy.contiguous(memory_format=torch.channels_last)
+        dx = torch.empty_like(x)
+        dweight, dbias = x.new_empty((2, cut.c), dtype=torch.float32)
         if training:
-            dy, g = g, torch.empty_like(x) if added else g
+            dy = g
+            if added:
+                g = torch.empty_like(x)
             grid, rows = cut.among(REDUCING)
             sums = x.new_empty((grid[1], 2, cut.c), dtype=torch.float32)
             kernels.backward_sums[grid](
@@ -151,7 +155,7 @@ def batch_norm(
         bias: Bias of each channel, or None. Gets no gradient in evaluation.
         added: Addend of the same shape, or None; only relu may follow it.
         tracked: Running statistics, updated in training; or None.
-        arrived: c / 16 zeros, int32, that belong to this layer alone.
+        arrived: c / 16 zeros, int32, that only this layer uses.
         settings: Training mode, momentum, epsilon, activation, and the activation's slope.
     """
     y: Tensor = _BatchNorm.apply(x, weight, bias, added, tracked, arrived, settings)  # type: ignore[no-untyped-call]
@@ -198,7 +202,16 @@ class _MaxPool(torch.autograd.Function):
 
 
 def _scattered(dy: Tensor, winner: Tensor, x: Tensor, K: int, STRIDE: int, PAD: int) -> Tensor:
-    """Return the gradient of x, by an operation that torch can differentiate again."""
+    """Return the gradient of x of max pooling, by a differentiable operation.
+
+    Args:
+        dy: The gradient of the output.
+        winner: Position of the maximum in each window.
+        x: The input.
+        K: Side of a window.
+        STRIDE: Distance of windows.
+        PAD: Padding.
+    """
     height, width = x.shape[2:]
     rows, columns = (torch.arange(side, device=x.device) * STRIDE - PAD for side in dy.shape[2:])
     place = winner.long()

@@ -30,7 +30,7 @@ class Guest(Protocol):
 
 
 class Parking:
-    """Keeps clients on the device while there is room; evicts the least recently used first.
+    """Placement of clients on the device; the least recently used are evicted.
 
     Args:
         clients: All clients by id.
@@ -46,7 +46,11 @@ class Parking:
 
     @contextmanager
     def on_device(self, client: Guest) -> Iterator[None]:
-        """Hold a client on the device, inside."""
+        """Keep a client on the device inside the block.
+
+        Other clients leave the device if memory is short. After the block, the client stays until
+        then.
+        """
         if not self.limit:
             yield
             return
@@ -67,7 +71,7 @@ class Parking:
             self._make_room()
 
     def is_crowded(self) -> bool:
-        """Return whether clients must leave the device, so that computations have enough memory.
+        """Return whether clients must leave the device to free memory.
 
         This is so if waiting clients take more than half of the limit, or all allocations more than
         three fifths.

@@ -22,7 +22,10 @@ def current_precision() -> Precision:
 
 @contextmanager
 def use_precision(precision: Precision) -> Iterator[None]:
-    """Compute with this precision and deterministic cuDNN kernels inside, in all threads."""
+    """Compute with this precision and deterministic cuDNN kernels in the block.
+
+    It applies to all threads.
+    """
     global _current
     before = _current
     matmul_before = torch.backends.cuda.matmul.allow_tf32
@@ -41,15 +44,19 @@ def use_precision(precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute in full fp32 inside, for differences between nearly equal numbers."""
+    """Compute in full fp32 inside the block.
+
+    Differences between nearly equal numbers need it.
+    """
     with use_precision("fp32"):
         yield
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Return the autocast context of a forward pass.
+    """Return the autocast context of a forward pass: bf16 or disabled.
 
-    Weights, normalisation statistics and losses stay in fp32.
+    It is bf16 on CUDA if that is the run's precision. Weights, normalisation statistics and losses
+    stay in fp32.
     """
     enabled = _current == "bf16" and device.type == "cuda"
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled)

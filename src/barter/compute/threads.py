@@ -24,7 +24,10 @@ STAT = Path("/proc/stat")
 
 
 def free_cores() -> int:
-    """Return the number of cores that no other process uses, or OMP_NUM_THREADS if it is set."""
+    """Return the number of idle cores, or OMP_NUM_THREADS if it is set.
+
+    It is at most torch's number of threads, and at least 1.
+    """
     most = torch.get_num_threads()
     if most == 1 or os.environ.get("OMP_NUM_THREADS"):
         return most
@@ -33,7 +36,7 @@ def free_cores() -> int:
 
 @contextmanager
 def limit_threads(threads: int | None) -> Iterator[None]:
-    """Use this number of threads inside; None leaves it unchanged."""
+    """Use this number of threads inside the block; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -74,7 +77,7 @@ def _idle() -> float:
 
 
 def _ticks() -> dict[int, tuple[int, int]]:
-    """Return the idle and the total clock ticks of each core that this process may use."""
+    """Return idle and total clock ticks of each core that this process may use."""
     allowed = os.sched_getaffinity(0)
     ticks = {}
     for line in STAT.read_text().splitlines():

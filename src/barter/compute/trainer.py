@@ -48,7 +48,15 @@ def adam(
     cosine: bool = False,
     beta1: float = 0.9,
 ) -> Recipe:
-    """Return a recipe of Adam."""
+    """Return a recipe of Adam.
+
+    Args:
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        clip: Largest norm of the gradient; None for no limit.
+        cosine: Let the learning rate fall to zero by a cosine, see `Trainer.anneal`.
+        beta1: β1, the decay of the first moment; β2 is 0.999.
+    """
     settings = (("lr", lr), ("weight_decay", weight_decay), ("betas", (beta1, 0.999)))
     return Recipe(torch.optim.Adam, settings, clip, cosine)
 
@@ -56,7 +64,14 @@ def adam(
 def sgd(
     lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None
 ) -> Recipe:
-    """Return a recipe of stochastic gradient descent."""
+    """Return a recipe of stochastic gradient descent.
+
+    Args:
+        lr: Learning rate.
+        momentum: Momentum.
+        weight_decay: Weight decay.
+        clip: Largest norm of the gradient; None for no limit.
+    """
     settings = (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay))
     return Recipe(torch.optim.SGD, settings, clip)
 
@@ -113,7 +128,7 @@ class Anchor(nn.Module):
 
 
 class Trainer(Graphs):
-    """Some modules and the optimizer of their parameters; `step` is the step of all methods."""
+    """Modules and the optimizer of their parameters; `step` is a training step."""
 
     def __init__(
         self, modules: Sequence[nn.Module], recipe: Recipe, anchor: Anchor | None = None

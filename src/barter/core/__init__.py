@@ -1,1 +1,1 @@
-"""Building blocks of algorithms: parties, models, images, payloads, remote calls and records."""
+"""Building blocks of algorithms: parties, models, images, payloads, records."""

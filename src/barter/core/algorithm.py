@@ -1,4 +1,7 @@
-"""Base class of federated algorithms: frozen dataclasses of hyperparameters with a `round`."""
+"""Base class of federated algorithms.
+
+An algorithm is a frozen dataclass of hyperparameters with a method `round`.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class ServerModel:
-    """The model that the server holds, which also decides which networks clients may have.
+    """The model that the server holds; it decides which networks clients may have.
 
     - "none": no model.
     - "shared": the model of all clients, which must have one architecture.
@@ -114,7 +117,8 @@ class Algorithm(Generic[S, C]):
 
     # Remote method -> its payloads in both directions. The last one is a round's last call.
     crosses: ClassVar[Mapping[str, Crossing]]
-    # METHOD.KEY of an answer -> how much of it one private image can influence.
+    # What a part of an answer tells about one private image: METHOD.KEY -> how much of the part
+    # one private image can influence.
     tells: ClassVar[Mapping[str, Tells]] = {}
     # Preset name -> hyperparameters.
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
@@ -161,7 +165,10 @@ class Algorithm(Generic[S, C]):
 
     @property
     def server_model(self) -> ServerModel:
-        """Return what model the server holds; a subclass may give it as a class attribute."""
+        """Return what model the server holds.
+
+        A subclass may give it as a class attribute.
+        """
         return ServerModel("none")
 
     @property
@@ -174,7 +181,7 @@ class Algorithm(Generic[S, C]):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
-        """Return the fields of a configuration of an older version as this version has them.
+        """Rename the fields of an older version's configuration to their present names.
 
         Raises:
             ConfigError: A field is given under its former and its present name.
@@ -191,6 +198,8 @@ class Algorithm(Generic[S, C]):
 
     def budget(self, client: int, clients: int) -> float:
         """Return the fraction of its network's width that a client can afford.
+
+        It is 1, the full width, unless a subclass says otherwise.
 
         Args:
             client: The client's id.
@@ -249,13 +258,13 @@ class Algorithm(Generic[S, C]):
         return None
 
     def evaluate_server(self, server: S, test: Images) -> dict[str, float]:
-        """Return the server model's metrics for the round's record; empty without a model."""
+        """Return the server model's metrics on a test set; empty without a model."""
         if server.model_or_none is None:
             return {}
         return score(server.model, test, "global", server.evaluation)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        """Return warnings about a run that its accuracies alone do not show.
+        """Return warnings about a run that its accuracies do not show.
 
         Examples are that no exchange ever took place, or that synthetic images are all alike. The
         base class warns if clients never received more than a single number.
@@ -275,7 +284,7 @@ class Algorithm(Generic[S, C]):
         if not sends_down or not received or max(received) > 8:  # 8 bytes are one number.
             return []
         return [
-            "no client ever received anything from others, so clients learned alone: "
+            "no client ever received anything from others, so training was local only: "
             "some methods exchange from the second round on, and an exchange takes two clients"
         ]
 
@@ -289,7 +298,8 @@ class Algorithm(Generic[S, C]):
         Args:
             client: The client.
             t: The round.
-            wanted: Given the indices of all images available, returns those to show.
+            wanted: Given the indices of all available private images, returns the positions among
+                them of those to show.
 
         Returns:
             Indices into the client's images and the synthetic images; None if the round made none
@@ -298,7 +308,7 @@ class Algorithm(Generic[S, C]):
         return None
 
     def transfer_images(self, client: C, t: int) -> tuple[Tensor, Tensor] | None:
-        """Return the images that round t synthesised from some of a client's private images.
+        """Return the images that round t synthesised from a client's private images.
 
         They are for the experimenter, who tests whether they resemble single private images.
 
@@ -315,7 +325,9 @@ class Algorithm(Generic[S, C]):
     def creations(
         self, party: S | C, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """Return synthetic images that do not depict single private images, after the last round.
+        """Return synthetic images that do not depict single private images.
+
+        They are those that the party has after the last round; reports show them.
 
         Args:
             party: The server or a client.

@@ -1,4 +1,4 @@
-"""Check clients' answers against the contracts in the return types of remote methods.
+"""Check clients' answers against the return types of remote methods.
 
 `require_valid_answer` checks the structure of an answer and the shape, dtype and range of every
 value in it. `largest_answer` derives from the same annotations how large a valid answer can be. The
@@ -215,9 +215,12 @@ def validate(
 def largest_answer(
     algorithm: object, method: str, sent: tuple[Any, ...], known: Known
 ) -> int | None:
-    """Return the largest size in bytes of a valid answer; None if the contract does not bound it.
+    """Return the largest size in bytes of a valid answer.
 
     The arguments are those of `require_valid_answer`.
+
+    Returns:
+        The size, or None if the contract does not bound it.
     """
     schema = compile_method(algorithm, method)
     sizes = _collect_sizes(algorithm, schema, sent, known)
@@ -227,7 +230,7 @@ def largest_answer(
 def _collect_sizes(
     algorithm: object, schema: MethodSchema, sent: tuple[Any, ...], known: Known
 ) -> Sizes:
-    """Return the sizes that are known before the answer: of the run, algorithm and arguments."""
+    """Return the sizes known before the answer: the run's, algorithm's, arguments'."""
     own: dict[str, int] = {}
     for name in schema.own_sizes:
         value = getattr(algorithm, name)
@@ -267,7 +270,10 @@ def _add_names(schema: Schema, sizes: Sizes) -> Sizes:
 
 
 def _match_shape(declared: Floats, value: Tensor, sizes: Sizes) -> bool:
-    """Return whether a tensor has the declared shape; record sizes that occur first here."""
+    """Return whether a tensor has the declared shape.
+
+    A named size that is not known yet is recorded in `sizes`.
+    """
     for size, length in zip(declared.shape, value.shape, strict=False):
         if isinstance(size, EllipsisType):
             break
@@ -289,7 +295,11 @@ def _expected_dtype(declared: Floats, algorithm: object) -> torch.dtype:
 
 
 def _expected_weights(schema: StateSchema, algorithm: object, known: Known) -> Shapes:
-    """Return the shapes and dtypes of the weights that a State must hold; empty if unknown."""
+    """Return the shape and dtype of each tensor that a State must hold.
+
+    Returns:
+        By name of the tensor; empty if the network is unknown.
+    """
     weights = schema.weights or Weights()
     shapes = known.network(weights.of, parameters_only=weights.parameters_only)
     if not (weights.half and getattr(algorithm, weights.half)):
@@ -302,7 +312,7 @@ def _expected_weights(schema: StateSchema, algorithm: object, known: Known) -> S
 
 @dataclass(frozen=True)
 class RangeCheck:
-    """A statistic of a tensor, such as its minimum, and the range in which it must lie."""
+    """A statistic of a tensor, such as its minimum, and its allowed range."""
 
     path: str
     which: str  # The statistic, as messages name it.
@@ -314,7 +324,7 @@ class RangeCheck:
 
 
 class _Checker:
-    """Walks through an answer and its schema.
+    """Check of an answer against its schema, part by part.
 
     Ranges of tensors are collected during the walk and compared at its end, so that a GPU is
     waited for only once per answer.
@@ -385,7 +395,11 @@ class _Checker:
                 self.check_leaf(tree, path, sizes)
 
     def match_union(self, tree: Payload, schema: UnionSchema, path: str, sizes: Sizes) -> None:
-        """Check a part against the members of a union; raise the last one's error if none fits."""
+        """Check a part against each member of a union until one fits.
+
+        Raises:
+            PayloadError: The last member's error, if none fits.
+        """
         sizes_before = dict(sizes.maps[0])
         ranges_before = len(self.ranges)
         floats_before = len(self.floats)
@@ -424,7 +438,7 @@ class _Checker:
             self.match(value, schema.fields[key], f"{path}.{key}", sizes)
 
     def match_state(self, tree: Payload, schema: StateSchema, path: str, sizes: Sizes) -> None:
-        """Check a part against the entries of a State, or against the weights of a network."""
+        """Check a part against declared entries or against a network's weights."""
         _require_keys(tree, schema, str, path)
         weights = schema.weights or Weights()
         network = _expected_weights(schema, self.algorithm, self.known)
@@ -533,7 +547,11 @@ class _Checker:
             raise PayloadError(f"{path} is {value}, but {within.name} is {sizes[within.name]}")
 
     def check_tensor(self, value: Tensor, schema: TensorSchema, path: str, sizes: Sizes) -> None:
-        """Check a tensor's dtype and shape and note the ranges of its values."""
+        """Check a tensor's dtype and shape; note the ranges of its values.
+
+        Raises:
+            PayloadError: They are not those of the schema.
+        """
         declared = schema.values
         if declared is None:
             if value.dtype not in PLAIN_DTYPES:
@@ -624,13 +642,13 @@ class _Checker:
 
 @dataclass(frozen=True)
 class _ByteLimit:
-    """Computes the largest sizes of valid answers in bytes."""
+    """Largest sizes of valid answers in bytes, by schema."""
 
     algorithm: object
     known: Known
 
     def of(self, schema: Schema, sizes: Sizes) -> int | None:
-        """Return the largest size of a value with this schema; None if it is not bounded."""
+        """Return the largest bytes of a value with this schema; None if unbounded."""
         if schema.is_present(self.algorithm) is False:
             return 0
         sizes = _add_names(schema, sizes)
@@ -693,7 +711,10 @@ def _format_shape(declared: Floats, sizes: Sizes) -> str:
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the Euclidean norm of each tensor, on a GPU with few kernels for all of them."""
+    """Return the Euclidean norm of each tensor.
+
+    Tensors of one device and dtype share kernels, so a GPU launches few.
+    """
     by_device: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_device.setdefault((tensor.device, tensor.dtype), []).append(i)
@@ -717,7 +738,7 @@ def _require(holds: bool, tree: Payload, wanted: Any, path: str) -> None:
 
 
 def _require_keys(tree: Payload, schema: Schema, kind: type, path: str) -> None:
-    """Raise PayloadError if a part is no dict, or has a key of another type or a long one."""
+    """Raise PayloadError unless a part is a dict with short keys of one type."""
     _require(isinstance(tree, dict), tree, schema.hint, path)
     for key in tree:
         _require(isinstance(key, kind), key, kind, f"{path}: key")
@@ -734,7 +755,7 @@ def _require_word(word: str, path: str) -> None:
 
 
 def _list_some(names: Iterable[object]) -> str:
-    """Return the first three names in alphabetical order and the number of the others."""
+    """Return the first three names, sorted, and the number of the others."""
     texts = sorted(str(name)[:40] for name in names)
     return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 

@@ -51,7 +51,7 @@ Excuse: TypeAlias = Callable[
 
 
 class Replies(dict[int, R], Generic[R]):
-    """Answers by client id, in ascending order, and the failures of the other clients.
+    """Answers by client id, in ascending order, and other clients' failures.
 
     Attributes:
         num_examples: The number of images of each client that answered.
@@ -132,14 +132,16 @@ class Engine(Protocol):
 
 
 class Clients(Sequence[int]):
-    """A group of clients as the server sees it; `Algorithm.round` receives all of them.
+    """A group of clients as the server sees it.
+
+    `Algorithm.round` receives the group of all clients.
 
     >>> from barter import Clients, Experiment, Local
     >>> experiment = Experiment(Local(), clients=4)
-    >>> everybody = Clients(experiment.engine, range(4))
-    >>> len(everybody.sample(0.5)), everybody.only([1, 3])
+    >>> group = Clients(experiment.engine, range(4))
+    >>> len(group.sample(0.5)), group.only([1, 3])
     (2, Clients(1, 3))
-    >>> sorted(everybody.run(experiment.algorithm.evaluate)[0])
+    >>> sorted(group.run(experiment.algorithm.evaluate)[0])
     ['global', 'local', 'local_images']
     """
 
@@ -208,10 +210,10 @@ class Clients(Sequence[int]):
         return self._ask(method, dict.fromkeys(self._ids, bound.args[1:]))
 
     def run_missing(self, method: Callable[[C], R], answered: Collection[int]) -> Replies[R]:
-        """Run a method on the clients of the group that have not answered it in earlier rounds.
+        """Run a method on the clients that have not answered it in earlier rounds.
 
         Earlier answers count towards `min_clients`, so that a client that fails again and again
-        does not stop a run that goes on without it.
+        does not stop a run that continues without it.
 
         Args:
             method: A bound method of the algorithm that takes the client.
@@ -257,7 +259,7 @@ class Clients(Sequence[int]):
     def _ask(
         self, method: Callable[..., R], args: Mapping[int, tuple[Any, ...]], earlier: int = 0
     ) -> Replies[R]:
-        """Call the engine, record who took part, and check that enough clients answered.
+        """Call the engine, record the participants, and require enough answers.
 
         Args:
             method: The remote method.
@@ -285,7 +287,14 @@ class Clients(Sequence[int]):
     def _require_enough(
         self, method: str, asked: int, failures: list[Failure], earlier: int = 0
     ) -> None:
-        """Raise ClientError if fewer clients answered than `min_clients` requires."""
+        """Raise ClientError if fewer clients answered than `min_clients` requires.
+
+        Args:
+            method: The remote method.
+            asked: The number of clients that were asked now.
+            failures: Their failures.
+            earlier: The number of clients whose earlier answers count too.
+        """
         min_clients = self._engine.min_clients
         answered = asked - len(failures)
         needed = asked if min_clients is None else min(min_clients - earlier, asked)

@@ -185,14 +185,17 @@ class Named:
 
 @dataclass(frozen=True)
 class Room:
-    """For any type: an upper bound on its size in bytes, if shapes alone do not imply one."""
+    """For any type: an upper bound on its size in bytes.
+
+    It is needed where shapes alone do not imply one.
+    """
 
     most: Size
 
 
 @dataclass(frozen=True)
 class When:
-    """For an optional part of an answer: present if and only if the algorithm says so.
+    """For an optional part of an answer: present if a field of the algorithm is true.
 
     A NotRequired key is absent otherwise; any other tensor is empty.
 

@@ -1,4 +1,4 @@
-"""Exceptions that barter raises on purpose, and short descriptions of foreign ones."""
+"""Exceptions that barter raises, and short descriptions of foreign ones."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def summarise_error(error: BaseException) -> str:
 
 
 def locate_error(error: BaseException) -> str:
-    """Return the line of `summarise_error` with the file and line where the exception was raised."""
+    """Return `summarise_error` with the file and line that raised the exception."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{summarise_error(error)} ({frame.f_code.co_filename}:{line})"
 

@@ -36,7 +36,7 @@ PREDICT_CHUNK = 500
 
 @torch.no_grad()
 def predict(function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
-    """Apply a function to samples in chunks and return the concatenated results in fp32.
+    """Apply a function to samples in chunks and concatenate the results in fp32.
 
     Args:
         function: Maps a batch to one row per sample, which must not depend on the other samples.
@@ -62,7 +62,7 @@ def predict(function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
 
 
 def _predict_by_graph(forward: Forward, function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
-    """Predict with a CUDA graph, which needs chunks of one size: the last one is padded."""
+    """Predict with a CUDA graph in chunks of one size; the last one is padded."""
     size = max(PREDICT_CHUNK // 5, min(PREDICT_CHUNK, 2**24 // max(1, batch(index[:1]).numel())))
     padded = torch.cat([index, index[:1].expand(-len(index) % size)])
     values = [
@@ -79,7 +79,13 @@ def add_offset(logits: Tensor, by_class: Tensor | None) -> Tensor:
 
 
 def accuracy(model: Classifier, data: Images, by_class: Tensor | None = None) -> float:
-    """Return the model's accuracy in evaluation mode, with a per-class offset on the logits."""
+    """Return the model's accuracy in evaluation mode, a fraction of 1.
+
+    Args:
+        model: The model.
+        data: The labelled images.
+        by_class: An offset that is added to each class's logit; None for no offset.
+    """
     return score(model, data, "accuracy", Evaluation(), by_class)["accuracy"]
 
 
@@ -107,39 +113,39 @@ def score(
     return measure(test, add_offset(logits, by_class), data.labels, evaluation.metrics)
 
 
-def evaluate_client(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
+def evaluate_client(client: Client, local_offset: Tensor | None = None) -> dict[str, float]:
     """Compute a client's metrics on its test sets, if it is evaluated in this round.
 
     Args:
         client: The client.
-        at_home: Offset added to its logits on its local test and validation sets, one number per
+        local_offset: Offset added to its logits on its local test and validation sets, one number per
             class.
     """
     metrics: dict[str, float] = {}
     # The mode is set even if no test is due, so that skipping tests has no other effect.
     client.model.eval()
     for test, data in tests_due(client).items():
-        by_class = at_home if test in ("local", "val_local") else None
+        by_class = local_offset if test in ("local", "val_local") else None
         metrics |= score(client.model, data, test, client.evaluation, by_class)
     return metrics
 
 
 def tests_due(client: Client) -> dict[str, Images]:
-    """Return the test and validation sets on which a client is evaluated in this round."""
+    """Return the test and validation sets that this round evaluates a client on."""
     if not client.tested:
         return {}
     return {test: data for test, data in client.tests.items() if client.evaluation.runs(test)}
 
 
-def record_before_exchange(client: Client, at_home: Tensor | None = None) -> None:
+def record_before_exchange(client: Client, local_offset: Tensor | None = None) -> None:
     """Put the client's current metrics into its report as those before the exchange."""
-    metrics = evaluate_client(client, at_home)
+    metrics = evaluate_client(client, local_offset)
     client.report |= {f"before_{name}": value for name, value in metrics.items()}
 
 
 @contextmanager
 def record_local_only(client: Client) -> Iterator[None]:
-    """Record a client's local-only metrics if the call inside the block trains its network.
+    """Record a client's local-only metrics if the block trains its network.
 
     For calls before any exchange, whose result cannot depend on other clients. Nothing is recorded
     if the method has already recorded metrics before the exchange itself.

@@ -1,6 +1,6 @@
 """Comments of dataclass fields, read from the source of their classes.
 
-A field's meaning stands in the comment on its line, where a reader of the class looks for it:
+A field's meaning is the comment on its line, where a reader of the class expects it:
 
     lr: Positive = 0.05  # η: learning rate of SGD
 
@@ -29,14 +29,15 @@ HEADING = "-- "  # begins a comment that is the heading of the fields below it
 
 
 def read_comments(cls: type[Any]) -> dict[str, str]:
-    """Return the comment of each annotated field: on its line, or else directly above it."""
+    """Return the comment of each annotated field, on its line or directly above it."""
     return _read(cls)[0]
 
 
 def read_headings(cls: type[Any]) -> dict[str, str]:
-    """Return the heading of each annotated field; fields above the first heading have none.
+    """Return the heading of each annotated field.
 
-    A field that a subclass defines anew keeps its place, and so its first heading.
+    Fields above the first heading have none. A field that a subclass defines anew keeps its place,
+    and so its first heading.
     """
     return _read(cls)[1]
 

@@ -1,4 +1,4 @@
-"""Atomic writing of barter's files and folders; disk errors become a CheckpointError."""
+"""Atomic writing of files and folders; disk errors become a CheckpointError."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @contextmanager
 def convert_disk_errors(target: Path) -> Iterator[None]:
-    """Convert disk errors inside the block to a CheckpointError that names the file or folder."""
+    """Convert disk errors inside the block to a CheckpointError with the path."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,7 @@ def convert_disk_errors(target: Path) -> Iterator[None]:
 
 @contextmanager
 def replace_file(target: Path) -> Iterator[Path]:
-    """Replace a file atomically: it keeps its contents until the new ones are on disk.
+    """Replace a file atomically: its contents stay until the new ones are on disk.
 
     Yields:
         The temporary file to write to; it replaces the target at the end of the block.
@@ -97,7 +97,11 @@ def parse_file(path: Path, meaning: Callable[[str], T]) -> T:
 
 
 def write_obstacle(folder: Path) -> str:
-    """Return why a folder cannot be written to, for example a full disk; empty if it can."""
+    """Try to write 64 KiB to a folder and return the error message, if any.
+
+    Returns:
+        Why the folder cannot be written to, for example a full disk; empty if it can.
+    """
     probe = folder / ".room"
     try:
         with convert_disk_errors(folder):

@@ -1,4 +1,4 @@
-"""Labelled images, stored as bytes on the run's device, normalised and augmented there."""
+"""Labelled images, stored as bytes and augmented on the run's device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMITS = {"channels": 4096, "height": 4096, "width": 4096, "classes": 2**20}
 
 @dataclass(frozen=True)
 class Spec:
-    """The task shared by all parties: input shape, number of classes, normalisation of pixels."""
+    """The task shared by all parties: input shape, classes, pixel normalisation."""
 
     channels: int
     height: int
@@ -84,7 +84,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Augment:
-    """Random augmentation of training images: a crop after zero padding, and a horizontal flip."""
+    """Random augmentation of training images: crop after zero padding, and flip."""
 
     crop: int = 0  # Padding in pixels before the crop; 0 turns cropping off.
     flip: bool = False
@@ -134,7 +134,7 @@ class Images:
 
 @dataclass(frozen=True)
 class PrivateTraining:
-    """Settings and random sources for training with differential privacy on sealed images."""
+    """Settings and random sources for training with differential privacy."""
 
     clip: float  # C: bound on the norm of one image's gradient
     normal: Callable[[int], Tensor]  # n -> n standard normal numbers, for the noise
@@ -145,7 +145,7 @@ class PrivateTraining:
 
 
 class Sealed(Images):
-    """Images that only private training may read; other access to pixels or labels raises."""
+    """Images that only private training may read; other access raises."""
 
     def __init__(self, images: Images, training: PrivateTraining) -> None:
         self._images = images
@@ -171,7 +171,7 @@ class Sealed(Images):
     def __getattr__(self, name: str) -> Any:
         if name in ("pixels", "labels"):
             raise ConfigError(
-                f"privacy.training: this method as configured looks at private images ({name}) "
+                f"privacy.training: this method as configured reads private images ({name}) "
                 "other than by `fit`, and only `fit` trains privately; turn off the option that "
                 "does so, or protect the method's answers with privacy.parts"
             )
@@ -204,14 +204,25 @@ def prepare_batch(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
 def channel_statistics(
     spec: Spec, device: torch.device, white: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each channel, for pixels between 0 and `white`."""
+    """Return mean and standard deviation of each channel, as 1 x channels x 1 x 1.
+
+    Args:
+        spec: The task, whose statistics are for pixels from 0 to 1.
+        device: The device of the returned tensors.
+        white: The largest pixel value, by which the statistics are scaled.
+    """
     mean = torch.tensor(spec.mean, device=device).view(1, -1, 1, 1) * white
     std = torch.tensor(spec.std, device=device).view(1, -1, 1, 1) * white
     return mean, std
 
 
 def augment_images(pixels: Tensor, augment: Augment) -> Tensor:
-    """Shift and flip each image at random; pixels shifted in at the edges are zero."""
+    """Shift and flip each image at random; pixels shifted in at the edges are zero.
+
+    Args:
+        pixels: Images (N, C, H, W).
+        augment: Shifts are up to `crop` pixels in each direction.
+    """
     if not augment.flip and not augment.crop:
         return pixels
     n, _, height, width = pixels.shape

@@ -22,7 +22,7 @@ BINS = 15  # Number of confidence bins of the calibration error.
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The table [evaluate] of a configuration: test sets, interval, clients and metrics.
+    """The table [evaluate]: test sets, interval, evaluated clients and metrics.
 
     >>> from barter.core.metrics import Evaluation
     >>> every_third = Evaluation(every=3)
@@ -66,12 +66,12 @@ class Evaluation:
         return client in {sorted(ids)[i] for i in order.tolist()}
 
     def runs(self, test: str) -> bool:
-        """Return whether a test set is used; only the global and the local one can be left out."""
+        """Return whether a test set is used; only global and local can be left out."""
         return test not in ("global", "local") or test in self.tests
 
 
 def macro_f1(logits: Tensor, labels: Tensor) -> float:
-    """Return the mean F1 score over the classes that occur among labels or predictions."""
+    """Return the mean F1 score over classes among the labels or predictions."""
     classes = logits.shape[1]
     predicted = logits.argmax(1)
     hits = torch.bincount(labels[predicted == labels], minlength=classes).double()
@@ -82,7 +82,7 @@ def macro_f1(logits: Tensor, labels: Tensor) -> float:
 
 
 def auc(logits: Tensor, labels: Tensor) -> float:
-    """Return the area under the ROC curve, one class against the rest, averaged over classes.
+    """Return the macro-averaged area under the ROC curve, one class against the rest.
 
     Scores are probabilities. Classes without a positive or without a negative image are left out;
     with none left the result is 0.5.
@@ -101,7 +101,7 @@ def auc(logits: Tensor, labels: Tensor) -> float:
 
 
 def _mean_ranks(values: Tensor) -> Tensor:
-    """Return the rank of each value, from 1 on; equal values share the mean of their ranks."""
+    """Return the rank of each value, from 1; equal values share their mean rank."""
     _, inverse, count = torch.unique(values, return_inverse=True, return_counts=True)
     last = count.cumsum(0)
     ranks: Tensor = (last - (count - 1) / 2)[inverse].double()
@@ -109,7 +109,10 @@ def _mean_ranks(values: Tensor) -> Tensor:
 
 
 def calibration_error(logits: Tensor, labels: Tensor) -> float:
-    """Return the expected calibration error (Guo et al., ICML 2017) with 15 bins of equal width."""
+    """Return the expected calibration error with 15 bins of equal width.
+
+    As defined by Guo et al. (ICML 2017), for the confidence of the predicted class.
+    """
     confidence, predicted = logits.double().softmax(1).max(1)
     gap = (predicted == labels).double() - confidence
     bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
@@ -132,7 +135,7 @@ SCALARS: dict[Metric, Callable[[Tensor, Tensor], float]] = {
 def measure(
     test: str, logits: Tensor, labels: Tensor, metrics: Collection[Metric]
 ) -> dict[str, float]:
-    """Return the accuracy under the test's name, and each further metric as TEST_METRIC.
+    """Return the accuracy under the test's name, other metrics as TEST_METRIC.
 
     >>> import torch
     >>> from barter.core.metrics import measure

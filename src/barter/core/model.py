@@ -1,4 +1,4 @@
-"""Classifiers in two steps (features, then logits), and the conversion of other modules to them."""
+"""Classifiers in two steps, features and logits; conversion of other modules."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["Classifier", "SplitClassifier", "split"]
 
 
 class Classifier(nn.Module):
-    """Base class of networks: `features` maps images to features, `logits` maps features to logits.
+    """Base class of networks, which compute features and then logits.
 
-    Algorithms use both methods. Subclasses implement them and set `feature_dim`.
+    `features` maps images to features, `logits` maps features to logits, and algorithms use both.
+    Subclasses implement them and set `feature_dim`.
 
     >>> from torch import nn
     >>> from barter import Classifier, Experiment, Local
@@ -91,7 +92,7 @@ BY_HAND = """write it by hand:
 
 
 def split(module: nn.Module) -> Classifier:
-    """Convert a network that ends in a Linear layer to a Classifier; the module is copied.
+    """Convert a network with a last Linear layer to a Classifier; copies the module.
 
     Raises:
         ConfigError: If the module has no Linear layer, or is nothing but one.
@@ -122,7 +123,7 @@ def split(module: nn.Module) -> Classifier:
 def verify_split(
     original: nn.Module, classifier: Classifier, shape: tuple[int, int, int], classes: int
 ) -> None:
-    """Check that a split network computes what the original does and that it fits the task.
+    """Check that a split network equals the original and fits the task.
 
     Args:
         original: The module that was split.
@@ -176,7 +177,7 @@ def verify_split(
 
 
 def _features_in_training(classifier: Classifier, probe: Tensor) -> object:
-    """Return the features in training mode; buffers and the random state are restored."""
+    """Return the features in training mode; restore buffers and random state."""
     before = [buffer.clone() for buffer in classifier.buffers()]
     try:
         with torch.random.fork_rng(devices=[]):

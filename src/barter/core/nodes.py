@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Monitor(Protocol):
-    """Observer of a run's progress, notified of each phase and of the work done in it."""
+    """Observer of a run's progress, notified of phases and of work done in them."""
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]: ...
 
@@ -105,7 +105,10 @@ class Node:
 
     @classmethod
     def memory_names(cls) -> list[str]:
-        """Return the names of the attributes that a node of this class keeps between rounds."""
+        """Return the names of the attributes that a node keeps between rounds.
+
+        They are the attributes that algorithms annotate in subclasses of Client and Server.
+        """
         names: list[str] = []
         for kind in reversed(cls.__mro__):
             if issubclass(kind, Node) and kind not in (Node, Client, Server):
@@ -202,7 +205,7 @@ class Client(Node):
 
 
 class Server(Node):
-    """The coordinator: knows the task and how to build each client's network, and holds no data.
+    """The coordinator, which builds clients' networks and holds no data.
 
     >>> from barter import Experiment, FedAvg, Server
     >>> server: Server = Experiment(FedAvg(), clients=2, models="small-mlp").server

@@ -1,4 +1,4 @@
-"""Compare the answers of one call with each other, and find those that are far too large.
+"""Compare the answers of one call with each other; find far too large ones.
 
 The contract of an answer bounds its numbers by a million, which a single answer at the bound
 exploits: an average with it is useless, and the clients' next answers exceed the bound. So numbers
@@ -9,9 +9,9 @@ are also bounded relative to what is usual:
 - Statistics of normalisation: tensor by tensor, by the same.
 - Other values (logits, prototypes, gradients): by the other clients' values in the same place.
 
-Numbers alone do not tell what a network computes: ten times the weights in each of four layers are
-ten thousand times the logits, and with variances of zero a deep network multiplies its inputs
-beyond all numbers. So the logits of uploaded networks for the same random images are compared too.
+The size of weights does not limit what a network computes: ten times the weights in each of four
+layers are ten thousand times the logits, and with variances of zero the activations of a deep
+network overflow. So the logits of uploaded networks for the same random images are compared too.
 
 References are medians, which a minority of the clients cannot move. Limits are wide, because honest
 clients differ in networks, data and training: a confident network's logits are a hundred times
@@ -39,7 +39,7 @@ __all__ = ["OutlierComparison", "compare_answers", "find_large_logits", "probe"]
 # An answer may be this many times as large as its reference.
 OUTLIER_FACTOR = 100.0
 # The same if no other client answered, so that only initial or received weights can be compared.
-TIMES_ALONE = 1000.0
+FACTOR_WITHOUT_OTHERS = 1000.0
 # Values and statistics below it are never too large: activations and logits are of this order.
 USUAL_VALUE = 1.0
 USUAL_LOGIT = 10.0  # The same for logits of random images.
@@ -65,7 +65,7 @@ class _Size:
 
 @dataclass(frozen=True)
 class OutlierComparison:
-    """A number of an answer beside its reference."""
+    """A number of an answer and the reference that it is compared with."""
 
     path: str
     title: str  # what the number is
@@ -121,7 +121,7 @@ def compare_answers(
 
 @torch.no_grad()
 def probe(network: Classifier, weights: State, spec: Spec) -> Tensor:
-    """Return the largest absolute logit of a network with these weights for random images.
+    """Return the largest absolute logit of a network for random images.
 
     Args:
         network: A network of the same architecture, whose weights are replaced.
@@ -203,7 +203,7 @@ class _Table:
                 reference = reference.at_least(_Size(USUAL_VALUE, USUAL_VALUE))
             else:
                 continue
-            found_all += _compare(place, size, reference, alone=not same)
+            found_all += _compare(place, size, reference, without_others=not same)
         for key, found in self.tensors.items():
             same = [_size(other.tensors[key]) for other in others if key in other.tensors]
             reference = _median(same).at_least(*_of(received, found.name))
@@ -214,14 +214,25 @@ class _Table:
             # A tensor may be zero at first, such as a bias: then the others of its network count.
             floor = USUAL_VALUE if found.kind == "statistic" else usual_weights[found.group]
             reference = reference.at_least(_Size(floor, floor))
-            found_all += _compare(found.path, _size(found), reference, alone=not same)
+            found_all += _compare(found.path, _size(found), reference, without_others=not same)
         return max(found_all, key=lambda one: one.ratio / one.times, default=None)
 
 
-def _compare(path: str, size: _Size, reference: _Size, *, alone: bool) -> list[OutlierComparison]:
-    """Compare both numbers of a size with its reference, as far as that is not zero."""
-    times = TIMES_ALONE if alone else OUTLIER_FACTOR
-    whose = "initial or received weights" if alone else "what is usual among the other clients"
+def _compare(
+    path: str, size: _Size, reference: _Size, *, without_others: bool
+) -> list[OutlierComparison]:
+    """Compare peak and rms of an answer's part with a reference, unless it is zero.
+
+    Args:
+        path: The place in the answer.
+        size: The part's peak and rms.
+        reference: What is usual.
+        without_others: Whether the reference comes from no other client, which widens the limit.
+    """
+    times = FACTOR_WITHOUT_OTHERS if without_others else OUTLIER_FACTOR
+    whose = (
+        "initial or received weights" if without_others else "what is usual among the other clients"
+    )
     pairs = (
         ("largest absolute value", size.peak, reference.peak),
         ("root mean square", size.rms, reference.rms),
@@ -262,7 +273,10 @@ def _joint_received(
 
 
 def _median(sizes: Sequence[_Size]) -> _Size:
-    """Return the median of both numbers, the lower one of an even number; zero of nothing."""
+    """Return the lower median of the peaks and that of the rms values.
+
+    Without sizes, both are zero.
+    """
     if not sizes:
         return _Size()
     return _Size(
@@ -276,7 +290,11 @@ def _of(received: Mapping[str, _Size], name: str) -> list[_Size]:
 
 
 def _sizes_by_name(received: Payload) -> dict[str, _Size]:
-    """Return the size of every float tensor in a payload, under all names that end its path."""
+    """Return the size of every float tensor in a payload, by name.
+
+    A tensor is stored under its path and every ending of it ("a.b.c", "b.c", "c"). Tensors of the
+    same name share the largest values.
+    """
     sizes: dict[str, _Size] = {}
     for path, value in leaves(received, ""):
         if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():

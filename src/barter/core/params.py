@@ -1,4 +1,4 @@
-"""Frozen dataclasses whose fields are checked on creation and described from their source code.
+"""Frozen dataclasses that check their fields and describe them from source.
 
 Algorithms, partitions and the configuration of a run are such dataclasses. So an invalid value
 gives the same message whether it comes from Python, from a file or from the command line.
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Allowed range of a numeric field; printed as messages show it, such as "> 0 and <= 1"."""
+    """Allowed range of a numeric field, printed like "> 0 and <= 1" in messages."""
 
     gt: float = -math.inf
     ge: float = -math.inf
@@ -159,14 +159,14 @@ def import_object(place: str, what: str) -> Any:
         reason = summarise_error(error)
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             reason += (
-                "; it is looked for in the current folder, beside the configuration "
+                "; it is searched for in the current folder, next to the configuration "
                 "and on PYTHONPATH"
             )
         raise ConfigError(f"{what} {place!r} cannot be imported: {reason}") from error
 
 
 def call_user_code(place: str, make: Callable[[], T]) -> T:
-    """Call user code; convert its exceptions to a ConfigError of one line with their location.
+    """Call user code; convert its exceptions to a one-line ConfigError.
 
     Args:
         place: The name of the code, for messages.
@@ -174,6 +174,9 @@ def call_user_code(place: str, make: Callable[[], T]) -> T:
 
     Returns:
         The function's result.
+
+    Raises:
+        ConfigError: The code raised; the message has the exception, file and line.
     """
     try:
         return make()
@@ -206,7 +209,11 @@ def _describe_type(hint: Any) -> str:
 
 
 def _accept(value: object, hint: Any) -> object:
-    """Return a value converted to its type; raise ValueError with what would be valid."""
+    """Return a value converted to its type.
+
+    Raises:
+        ValueError: The value is not valid; the message says what would be.
+    """
     origin = get_origin(hint)
     args = get_args(hint)
     if origin is Annotated:
@@ -339,7 +346,7 @@ def build_dataclass(cls: type[T], values: Mapping[str, object], where: str = "")
 
 
 def describe_fields(cls: type[Any]) -> list[Field]:
-    """Return name, type, default, comment and heading of each field of a checked dataclass."""
+    """Return name, type, default, comment and heading of each dataclass field."""
     hints = _hints(cls)
     meanings = read_comments(cls)
     headings = read_headings(cls)

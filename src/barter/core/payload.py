@@ -139,7 +139,7 @@ def nbytes(tree: Payload) -> int:
 
 
 def to_floats(values: Sequence[Tensor]) -> list[float]:
-    """Convert tensors of one number each to floats, with one synchronisation per device."""
+    """Convert tensors of one number each to floats; synchronise once per device."""
     # Tensors are stacked by device and dtype, then read together.
     groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, value in enumerate(values):
@@ -171,7 +171,10 @@ def infinite_leaves(tree: Payload, path: str = "") -> list[str]:
 
 
 def _isolate_leaf(value: Any, device: torch.device | None) -> Any:
-    """Return a leaf as the receiving party gets it: a tensor detached and without shared memory."""
+    """Return a leaf for the receiving party; tensors are detached and not shared.
+
+    On the CPU, memory is shared copy on write where torch allows it.
+    """
     if not isinstance(value, Tensor):
         return value
     tensor = value.detach()
@@ -196,18 +199,18 @@ def _isolate_leaf(value: Any, device: torch.device | None) -> Any:
 
 
 def mark(tensor: Tensor) -> None:
-    """Mark a tensor, so that copies of it can be recognised as equal by their `origin`."""
+    """Give a tensor an origin, by which its unmodified copies are recognised."""
     tensor.origin = (origin(tensor) or object(), tensor._version)  # type: ignore[attr-defined]
 
 
 def origin(tensor: Tensor) -> object | None:
-    """Return a token shared by all unmodified copies of a tensor; None if there is none."""
+    """Return a token that all unmodified copies of a tensor share; None if unmarked."""
     token, version = getattr(tensor, "origin", (None, 0))
     return token if version == tensor._version else None
 
 
 def isolate(tree: T, device: torch.device | None = None, path: str = "payload") -> T:
-    """Copy a payload for another party, so that neither can modify what the other holds.
+    """Copy a payload for another party; changes by one do not affect the other.
 
     On the CPU tensors are shared copy on write.
 
@@ -221,7 +224,7 @@ def isolate(tree: T, device: torch.device | None = None, path: str = "payload") 
 
 
 def _contiguous(tensor: Tensor, order: list[int]) -> Tensor:
-    """Return the tensor with its axes in memory order, which avoids a copy if it is dense."""
+    """Return the tensor with its axes in memory order, copied only if not dense."""
     if tensor.is_contiguous():
         return tensor
     permuted = tensor.permute(order)

@@ -67,7 +67,7 @@ class Round:
         return sum(values.values()) / len(values)
 
     def headline(self, test: str = "global") -> float | None:
-        """Return the accuracy of the method's primary model on a test set; None if not evaluated.
+        """Return the primary model's accuracy on a test set; None if not evaluated.
 
         It is the server's model for methods that train one model for all, and the mean over the
         clients' models otherwise (`primary`).

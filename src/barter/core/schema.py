@@ -1,4 +1,4 @@
-"""Compile the type hints of remote methods into schemas, once for each method of a class.
+"""Compile the type hints of remote methods into schemas, once per class.
 
 A schema is a tree with a node for each type, which holds its annotations (`core/contracts.py`).
 `core/answers.py` checks answers against it and bounds their bytes; `privacy/parts.py` and
@@ -74,7 +74,7 @@ class Schema:
     room: Size | None = None  # Largest size in bytes, where an annotation gives one.
 
     def is_present(self, algorithm: object) -> bool | None:
-        """Return whether a part of this type must be present; None if no `When` decides it."""
+        """Return whether a part must be present; None if no `When` decides it."""
         return bool(getattr(algorithm, self.when, True)) if self.when else None
 
     def children(self) -> tuple[Schema, ...]:
@@ -200,7 +200,7 @@ class MethodSchema:
 
 
 def compile_method(algorithm: object, method: str) -> MethodSchema:
-    """Return the schema of a remote method, compiled at the first call for the algorithm's class.
+    """Return the schema of a remote method, compiled at the class's first call.
 
     What is not annotated, or cannot be evaluated, may be any payload; `barter check` reports it.
 
@@ -217,7 +217,11 @@ def compile_method(algorithm: object, method: str) -> MethodSchema:
 
 @lru_cache(maxsize=512)
 def _compile_once(kind: type, method: str) -> MethodSchema:
-    """Compile the type hints of a class's method."""
+    """Compile the type hints of a class's remote method, without self and client.
+
+    Raises:
+        TypeError: A type contains itself, or an annotation does not apply.
+    """
     function = getattr(kind, method, None)
     if function is None:
         return MethodSchema((), AnySchema(), frozenset())
@@ -256,7 +260,10 @@ def compile_hint(hint: Any) -> Schema:
 
 
 def find_record(schema: Schema) -> RecordSchema | None:
-    """Return the first TypedDict of an answer, itself or in a list or union; None without one."""
+    """Return the first TypedDict of an answer; None without one.
+
+    It may be the answer itself, or lie in a list or union.
+    """
     if isinstance(schema, RecordSchema):
         return schema
     inside: tuple[Schema, ...] = ()
@@ -268,7 +275,7 @@ def find_record(schema: Schema) -> RecordSchema | None:
 
 
 def _read_hints(of: Callable[..., Any] | type) -> dict[str, Any]:
-    """Return the annotations of a method or a TypedDict; empty if they cannot be evaluated."""
+    """Return the type hints of a method or TypedDict; empty if evaluation fails."""
     try:
         return get_type_hints(of, include_extras=True)
     except (NameError, AttributeError, SyntaxError, TypeError):
@@ -277,7 +284,7 @@ def _read_hints(of: Callable[..., Any] | type) -> dict[str, Any]:
 
 
 def _unwrap(hint: Any) -> tuple[Any, tuple[object, ...], bool]:
-    """Split a type hint into the bare type, its annotations, and whether it is NotRequired."""
+    """Split a type hint into bare type, annotations, and whether it is NotRequired."""
     if get_origin(hint) is NotRequired:
         kind, marks, _ = _unwrap(get_args(hint)[0])
         return kind, marks, True
@@ -288,7 +295,11 @@ def _unwrap(hint: Any) -> tuple[Any, tuple[object, ...], bool]:
 
 
 def _compile_type(kind: Any, marks: tuple[object, ...]) -> Schema:
-    """Compile a bare type with those of its annotations that apply to this kind of type."""
+    """Compile a bare type with its annotations into a schema.
+
+    Raises:
+        TypeError: An annotation does not apply to this kind of type.
+    """
     origin = get_origin(kind)
     arguments = get_args(kind)
     if kind is Tensor:
@@ -339,7 +350,7 @@ def _refuse(kind: Any, marks: tuple[object, ...], *others: type) -> None:
     for mark in marks:
         if isinstance(mark, others):
             raise TypeError(
-                f"{type(mark).__name__} says nothing of {kind}: annotate the tensor, number or "
+                f"{type(mark).__name__} does not apply to {kind}: annotate the tensor, number or "
                 "State itself"
             )
 
@@ -373,7 +384,7 @@ def _find_own_sizes(kind: type, schemas: tuple[Schema, ...]) -> frozenset[str]:
 
 
 def _has_attribute(kind: type, name: str) -> bool:
-    """Return whether a class has a field, property, method or other attribute of this name."""
+    """Return whether a class has an attribute or dataclass field of this name."""
     return hasattr(kind, name) or name in getattr(kind, "__dataclass_fields__", {})
 
 

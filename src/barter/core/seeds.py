@@ -1,4 +1,4 @@
-"""Independent random streams derived from one seed and a path such as (round, method, client)."""
+"""Independent random streams from one seed and a path (round, method, client)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["scope", "stream_seed"]
 
 
 def stream_seed(seed: int, *path: object) -> int:
-    """Return the seed of a path's random stream; it depends on the seed and the path alone.
+    """Return the seed of a path's random stream, derived from seed and path only.
 
     >>> from barter.core.seeds import stream_seed
     >>> stream_seed(0, 1, "learn", 2) == stream_seed(0, 1, "learn", 2)
@@ -24,7 +24,7 @@ def stream_seed(seed: int, *path: object) -> int:
 
 @contextmanager
 def scope(seed: int, *path: object, device: torch.device | None = None) -> Iterator[None]:
-    """Let torch draw from the stream of a path inside the block; restore its random state after.
+    """Let torch draw from a path's stream inside the block, then restore its state.
 
     This covers all draws from torch's default generators, such as dropout and the initialisation
     of layers.

@@ -48,7 +48,10 @@ def differences_from_paper(algorithm: Algorithm[Any, Any]) -> list[Difference]:
 
 
 def _required(algorithm: Algorithm[Any, Any]) -> dict[str, object]:
-    """Return the values of fields that have no default: without them no preset can be built."""
+    """Return the values of the fields that have no default.
+
+    Presets cannot be built without them.
+    """
     return {
         field.name: getattr(algorithm, field.name)
         for field in dataclasses.fields(algorithm)
@@ -57,7 +60,9 @@ def _required(algorithm: Algorithm[Any, Any]) -> dict[str, object]:
 
 
 def describe_variant(algorithm: Algorithm[Any, Any]) -> str:
-    """Return a line that says how a run differs from the published method; empty if it does not.
+    """Return a line on how a run differs from the published method.
+
+    It is empty if the run does not differ.
 
     >>> from barter import ALGORITHMS
     >>> from barter.core.variant import describe_variant

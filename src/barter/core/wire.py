@@ -17,9 +17,10 @@ T = TypeVar("T")
 
 
 class Wire:
-    """Isolates payloads, counts their bytes, and checks downloads for NaN and infinity.
+    """The path of all payloads: isolates them, counts bytes, checks downloads.
 
-    Uploads are checked against contracts instead, see `core/answers.py`.
+    Downloads are checked for NaN and infinity. Uploads are checked against contracts instead, see
+    `core/answers.py`.
 
     Args:
         may_be_infinite: Methods whose payloads may contain NaN or infinity.
@@ -56,7 +57,7 @@ class Wire:
         return self.deliver(received, method, client, direction)
 
     def deliver(self, received: T, method: str, client: int, direction: Direction) -> T:
-        """Return a payload that was checked and counted; a subclass may record or replace it."""
+        """Return a checked and counted payload; subclasses may record or replace it."""
         return received
 
     def count(self, tree: object, method: str, client: int, direction: Direction) -> None:

@@ -1,4 +1,4 @@
-"""The `Dataset` class, and how to build one from arrays, PyTorch data sets or one per client."""
+"""The `Dataset` class, built from arrays, PyTorch data sets, or one per client."""
 
 from __future__ import annotations
 
@@ -123,13 +123,17 @@ def build_dataset(
 
 
 def _as_tensor(given: Any) -> Tensor:
-    """Convert an array of any byte order to a tensor; torch supports the native order only."""
+    """Convert an array of any byte order to a tensor, which has the native order."""
     array = np.ascontiguousarray(given)
     return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
 def test_mask(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a mask of the samples to hold out for testing: every fifth of each group, in order."""
+    """Return a mask of samples to hold out for testing: every fifth of each group.
+
+    Args:
+        groups: The group of each sample, such as its class.
+    """
     mask = np.zeros(len(groups), dtype=bool)
     for group in np.unique(groups):
         mask[np.flatnonzero(groups == group)[::HELD_OUT]] = True
@@ -304,7 +308,15 @@ def _as_images(x: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
 
 
 def _to_bytes(x: np.ndarray[Any, Any], found: str) -> np.ndarray[Any, Any]:
-    """Convert floats from 0 to 1 to bytes from 0 to 255."""
+    """Convert floats from 0 to 1 to bytes from 0 to 255.
+
+    Args:
+        x: The images.
+        found: What was found, the beginning of the message.
+
+    Raises:
+        ConfigError: Values are outside of this range.
+    """
     if not x.size:
         return x.astype(np.uint8)
     least = float(x.min())
@@ -334,7 +346,17 @@ def _names(given: np.ndarray[Any, Any], where: str) -> list[str]:
 
 
 def _require_one_per_image(y: np.ndarray[Any, Any], n: int, what: str, where: str) -> str:
-    """Raise ConfigError unless `y` has one entry per image; return the text for other errors."""
+    """Raise ConfigError unless `y` has one entry per image.
+
+    Args:
+        y: Labels or domains.
+        n: The number of images.
+        what: What a number is, "class" or "domain".
+        where: Where the array comes from.
+
+    Returns:
+        The beginning of other error messages about `y`.
+    """
     wanted = f"{where} must hold a {what} number from 0 on for each of {n} images"
     if y.ndim == 2 and len(y) == n and y.shape[1] > 1:
         raise ConfigError(
@@ -429,7 +451,7 @@ def _channels_last(value: Any) -> Any:
 
 
 def _pair(sample: Any) -> Any:
-    """Return an item of a data set after checking that it is a pair of image and label."""
+    """Return an item of a data set; raise ConfigError unless it is (image, label)."""
     if isinstance(sample, str | bytes | Mapping) or not hasattr(sample, "__len__"):
         raise ConfigError(
             f"the data: an item is a {type(sample).__name__}, a pair (image, label) is expected. {SUPPORTED}"
@@ -547,7 +569,13 @@ def _join_datasets(parts: Sequence[Dataset], name: str) -> Dataset:
 def _replace_test_set(
     dataset: Dataset, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]
 ) -> Dataset:
-    """Return the data set with this global test set in place of its test images."""
+    """Return the data set with this global test set instead of its test images.
+
+    Args:
+        dataset: The data set.
+        x: Images (N, H, W, C) as bytes.
+        y: Their labels.
+    """
     names = None if dataset.numbered else dataset.classes
     _require_numbers(y, len(x), names, "class", "the global test set: y")
     images = torch.as_tensor(x).permute(0, 3, 1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""Partitions: rules that split samples over clients. `PARTITIONS` lists them by name."""
+"""Partitions: rules that split samples over clients; `PARTITIONS` lists them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class Partition:
         raise NotImplementedError
 
     def __call__(self, labels: Indices, domains: Indices, clients: int, seed: int) -> list[Indices]:
-        """Return the sorted indices of each client; the same seed gives the same partition.
+        """Return the sorted indices of each client's samples.
+
+        The same seed gives the same partition.
 
         Args:
             labels: The class of every sample.
@@ -61,8 +63,8 @@ class Partition:
             seed: The seed of the partition.
 
         Raises:
-            ConfigError: If a client would get fewer than `min_samples` samples, or the rule
-                returns invalid indices.
+            ConfigError: If a client would get fewer than `min_samples` samples, or the rule returns
+                invalid indices.
         """
         if clients * self.min_samples > len(labels):
             raise ConfigError(
@@ -81,7 +83,7 @@ class Partition:
         return [np.sort(part) for part in parts]
 
     def _require_sound(self, parts: Sequence[Indices], clients: int, samples: int) -> None:
-        """Raise ConfigError unless every client has valid indices and no sample occurs twice."""
+        """Raise ConfigError unless indices are valid and no sample occurs twice."""
         if len(parts) != clients:
             raise ConfigError(
                 f"{self}: there are {len(parts)} lists of indices for {clients} clients"
@@ -185,7 +187,10 @@ class Dirichlet(Partition):
 
 
 def _dirichlet(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Draw from a Dirichlet distribution; stays valid if alpha is so small that it underflows."""
+    """Draw from a symmetric Dirichlet distribution; the result sums to 1.
+
+    If `alpha` is so small that the draw underflows, one random entry is 1.
+    """
     draw = rng.dirichlet(np.full(size, alpha))
     if np.isfinite(draw).all() and draw.sum() > 0:
         return draw
@@ -218,9 +223,15 @@ class Classes(Partition):
 
 
 def _deal(labels: Indices, shares: np.ndarray[Any, Any], rng: np.random.Generator) -> list[Indices]:
-    """Split each class over the clients by its column of a client-by-class table of shares.
+    """Split each class over the clients in proportion to their shares of it.
 
-    A class that no client has a share of is left out.
+    Args:
+        labels: The class of every sample.
+        shares: Shares (clients, classes). A class that no client has a share of is left out.
+        rng: Source of random numbers.
+
+    Returns:
+        The indices of each client's samples.
     """
     cuts = []
     for c, members in enumerate(_shuffled_by_class(labels, rng)):

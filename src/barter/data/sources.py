@@ -1,4 +1,7 @@
-"""Load data sets by name or path as uint8 arrays. `SOURCES` and `PATH_SOURCES` list them."""
+"""Load data sets by name or path as uint8 arrays.
+
+`SOURCES` and `PATH_SOURCES` list them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ FOLDER_SIZE = 64
 
 @dataclass(frozen=True)
 class SourceRequest:
-    """The arguments of a source: name, path, whether to download, image size, and hold-out rule."""
+    """The arguments of a source: name, path, download, image size, hold-out rule."""
 
     name: str
     path: Path
@@ -52,7 +55,10 @@ class SourceRequest:
 
 @cache
 def _eight_by_eight() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the digits of scikit-learn; cached, as reading them is slower than a small round."""
+    """Return scikit-learn's digits (n, 8, 8, 1) as bytes, and their labels.
+
+    They are cached, as reading them is slower than a small round.
+    """
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -68,7 +74,12 @@ def _digits(request: SourceRequest) -> Dataset:
 
 
 def _torchvision(name: str, request: SourceRequest) -> Dataset:
-    """Load a data set of torchvision."""
+    """Load a data set of torchvision, with its training and test split.
+
+    Args:
+        name: The name in `SOURCES`, such as "cifar10".
+        request: Path, download and image size; the size is used by "food101" only.
+    """
     from torchvision import datasets
 
     root = str(request.path)
@@ -175,7 +186,9 @@ def _pictures(folder: Path) -> list[Path]:
 
 
 def _resizing(sizes: set[tuple[int, int]], size: int | None) -> tuple[str, ...]:
-    """Return a note that images were resized; nothing if the size was configured or unchanged.
+    """Return a note that images were resized, unless the size was configured.
+
+    It is empty, too, if all images have the default size.
 
     Args:
         sizes: The original sizes of all images.
@@ -216,7 +229,7 @@ def _read_classes(
 
 
 def _folder(request: SourceRequest) -> Dataset:
-    """Load a folder with one folder per class, or with train/ and test/ that have one each."""
+    """Load a folder with one folder per class, or with train/ and test/ of such."""
     path = request.path
     sizes = set[tuple[int, int]]()
     names = {folder.name for folder in _subfolders(path, "class")}
@@ -225,10 +238,10 @@ def _folder(request: SourceRequest) -> Dataset:
     others = sorted(names - parts)
     if parts and ("train" not in parts or others):
         known = " and ".join(f"{name}/" for name in sorted(parts))
-        problem = f"{others[0]}/ beside it" if "train" in parts else "no train/"
+        problem = f"{others[0]}/ next to it" if "train" in parts else "no train/"
         raise ConfigError(
-            f"{path} holds {known} and {problem}: give one folder per class, or train/ and test/ "
-            "alone"
+            f"{path} holds {known} and {problem}: give one folder per class, or only train/ and "
+            "test/"
         )
     if tests:
         classes = [folder.name for folder in _subfolders(path / "train", "class")]
@@ -282,13 +295,13 @@ def _tiny_imagenet(request: SourceRequest) -> Dataset:
 
 
 def _annotations(text: str, classes: list[str]) -> list[tuple[str, int]]:
-    """Return file names and class numbers from lines that begin with file name and class name."""
+    """Return (file name, class number) of lines "FILE<tab>CLASS<tab>..."."""
     rows = [line.split("\t") for line in text.splitlines() if line]
     return [(row[0], classes.index(row[1])) for row in rows]
 
 
 def _npz(request: SourceRequest) -> Dataset:
-    """Load an npz file."""
+    """Load an npz file as a data set."""
     if request.path.is_file() and request.path.open("rb").read(6) == b"\x93NUMPY":
         raise ConfigError(
             f"{request.path} holds one array; an npz file with {', '.join(NEEDED)} is expected"
@@ -394,7 +407,7 @@ def load_dataset(
 
 
 def _by_path(source: str) -> str:
-    """Return advice on how to write a path as a source; empty if the source is not a path."""
+    """Return advice on how to write a path as a source; empty if it is none."""
     path = Path(source)
     if path.is_dir():
         kinds = ["folder", "domains"]
@@ -416,7 +429,11 @@ def _by_path(source: str) -> str:
 
 
 def _from_function(source: str, size: int | None, hold_out: HoldOut) -> Dataset:
-    """Load custom data from a Python object or function, written as module:name."""
+    """Load custom data from a Python object or function, written as module:name.
+
+    Raises:
+        ConfigError: It cannot be imported, fails, or returns no data set.
+    """
     kind = source.partition(":")[0]
     try:
         make = import_object(source, "data")

@@ -1,4 +1,4 @@
-"""Read and write data that are split into one file per client, as HtFLlib and PFLlib store them.
+"""Read and write data split into one file per client, as HtFLlib and PFLlib do.
 
     train/0.npz ... train/9.npz    test/0.npz ... test/9.npz    test.npz
 
@@ -73,7 +73,7 @@ def clients_in(path: Path) -> int:
 
 
 def read_split(path: Path, name: str) -> Dataset:
-    """Load a split as a data set in which every client is a domain with its own test set.
+    """Load a split as a data set; every client is a domain with its own test set.
 
     Args:
         path: The folder with train/, test/ and maybe test.npz.
@@ -114,7 +114,7 @@ def read_split(path: Path, name: str) -> Dataset:
 def write_split(
     path: Path, train: list[Images], tests: list[Images], test: Images, classes: list[str]
 ) -> None:
-    """Write every client's training and test images, and the global test set, as npz files.
+    """Write each client's training and test images, and the global test set.
 
     Args:
         path: A new or empty folder.
@@ -191,7 +191,7 @@ def arrays_in(
 
 
 def _memory() -> int:
-    """Return this machine's available memory in bytes, or all of it if that is unknown."""
+    """Return the available memory in bytes, or all memory if that is unknown."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -200,7 +200,7 @@ def _memory() -> int:
 
 
 def _require_pairs(path: Path, headers: Mapping[str, Array]) -> None:
-    """Raise ConfigError if `x` cannot hold images or `y` does not hold one label per image."""
+    """Raise ConfigError unless `x` can hold images and `y` one label for each."""
     x = headers.get("x")
     y = headers.get("y")
     if x is not None and (x.dtype.kind not in "uifO" or x.ndim not in (1, 3, 4)):
@@ -210,7 +210,11 @@ def _require_pairs(path: Path, headers: Mapping[str, Array]) -> None:
 
 
 def _file(path: Path) -> dict[str, Array]:
-    """Read one client's file; return at least images `x` and labels `y`."""
+    """Read one client's file; return images `x`, labels `y`, and maybe `classes`.
+
+    Raises:
+        ConfigError: The file is missing or holds something else.
+    """
     if not path.exists():
         raise ConfigError(
             f"{path}: there is no such file; every client has one in train/ and one in test/"
@@ -267,7 +271,17 @@ def _header(
 
 
 def _array(file: BinaryIO | Any, size: int, path: Path, *, objects: bool) -> Any:
-    """Read an array; an object array is unpickled without running any code but numpy's."""
+    """Read an array; unpickle an object array without running code but numpy's.
+
+    Args:
+        file: The array's file.
+        size: Its size in bytes.
+        path: The path for messages.
+        objects: Whether object arrays are allowed.
+
+    Raises:
+        ConfigError: The array holds other Python objects.
+    """
     shape, dtype = _header(file, size, objects=objects)
     if not dtype.hasobject:
         file.seek(0)

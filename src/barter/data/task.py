@@ -1,4 +1,4 @@
-"""The task of a run: private data of every client, test sets, and the shared image format."""
+"""The task of a run: every client's data, test sets, and the image format."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def split_validation(
     *,
     by_class: bool = True,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Split a client's training images into those it trains on and its validation images.
+    """Split a client's training images into training and validation images.
 
     Every image is equally likely to be held out. By class, the distribution of classes and domains
     is kept: images are picked at equal distances from a list sorted by domain and class.
@@ -262,7 +262,7 @@ def split_validation(
 
 
 def _together(parts: Sequence[Images], spec: Spec) -> Images:
-    """Join the images of several clients."""
+    """Concatenate the images of several clients."""
     pixels = torch.cat([images.pixels for images in parts])
     labels = torch.cat([images.labels for images in parts])
     return Images(pixels, labels, spec)
@@ -316,7 +316,7 @@ def _augment(dataset: Dataset, data: Data) -> Augment:
 
 
 def _spec(dataset: Dataset, size: int | None) -> Spec:
-    """Return the image format, with mean and standard deviation of the training images."""
+    """Return the image format, with the training images' mean and deviation."""
     _, channels, height, width = dataset.x_train.shape
     # Counting the 256 values of a byte is exact and needs no float copy of the data.
     values = torch.arange(256, dtype=torch.float64) / 255
@@ -393,7 +393,11 @@ def _local_test(
     client: int,
     device: torch.device,
 ) -> Images:
-    """Sample the largest local test set with the client's distribution of classes and domains."""
+    """Sample the largest test set with the client's class and domain frequencies.
+
+    Raises:
+        ConfigError: The test set has none of the client's classes.
+    """
     rng = np.random.default_rng(stream_seed(seed, "local test", client))
     classes = len(dataset.classes)
     train_groups = (dataset.domain_train * classes + dataset.y_train)[part].numpy()

@@ -1,1 +1,1 @@
-"""Engines, which run the clients of a federation: in this process or in forked processes."""
+"""Engines, which run the clients in this process or in forked processes."""

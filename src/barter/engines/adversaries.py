@@ -108,7 +108,7 @@ def flip_labels(data: Images) -> Images:
 
 
 def uploads(algorithm: Algorithm[Any, Any]) -> set[Part]:
-    """Return which parts the answers of an algorithm's clients have, by their return types."""
+    """Return which parts clients' answers have, by the methods' return types."""
     found: set[Part] = set()
     for method in algorithm.crosses:
         found |= set(_parts(compile_method(algorithm, method).answer))
@@ -156,7 +156,13 @@ def poison(
 
 
 def _random_logits(value: Tensor, scale: float, stream: torch.Generator) -> Tensor:
-    """Return random numbers instead of logits, or random probabilities instead of these."""
+    """Return random logits, or random probabilities where the values are such.
+
+    Args:
+        value: The honest client's logits or probabilities.
+        scale: Factor of the logits' standard deviation.
+        stream: Source of random numbers.
+    """
     noise = torch.randn(value.shape, generator=stream).to(value.device)
     sums = value.sum(-1)
     if bool((value >= 0).all()) and bool(torch.allclose(sums, torch.ones_like(sums), atol=1e-3)):
@@ -165,7 +171,7 @@ def _random_logits(value: Tensor, scale: float, stream: torch.Generator) -> Tens
 
 
 def _start(name: str, value: Tensor, references: list[State]) -> Tensor:
-    """Return the tensor that an update of this name started from; zeros if there is none.
+    """Return the tensor that an update of this name started from, else zeros.
 
     A head is uploaded as "weight" and "bias"; in a network its name ends with these.
     """
@@ -192,7 +198,15 @@ def states_in(tree: Payload) -> Iterator[State]:
 
 
 def _part(schema: Schema, key: str) -> Part | None:
-    """Return which part of an answer a type declares; None for any other."""
+    """Return the kind of part that a type declares, such as "weights".
+
+    Args:
+        schema: The type.
+        key: Its key in the answer's TypedDict.
+
+    Returns:
+        The kind; None if the type itself is no part that an attack changes.
+    """
     if isinstance(schema, StateSchema):
         return "weights"
     values = schema.values if isinstance(schema, TensorSchema) else None
@@ -211,7 +225,7 @@ def _part(schema: Schema, key: str) -> Part | None:
 
 
 def _parts(schema: Schema, key: str = "") -> Iterator[Part]:
-    """Yield the parts that a type declares."""
+    """Yield the kinds of parts that a type declares: weights, logits and so on."""
     part = _part(schema, key)
     if part is not None:
         yield part

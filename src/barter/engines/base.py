@@ -1,4 +1,4 @@
-"""Base class of engines: round, random streams, timing, failures, traffic and answer checks."""
+"""Base class of engines: random streams, failures, traffic, checks of answers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class BaseEngine:
         # Client -> part of its answers, or side information -> number of uploads.
         self.crossed: dict[int, dict[str, int]] = {}
         # Client -> ε of everything it has released, as it reports with its answers.
-        self.told: dict[int, float] = {}
+        self.reported_epsilon: dict[int, float] = {}
         self.adversarial: Sequence[int] = ()  # Simulated adversarial clients.
         self.server: Server | None = None  # None in the engine of a single site.
         self._capped: set[int] = set()  # Clients whose claimed image count was capped.
@@ -132,7 +132,7 @@ class BaseEngine:
         return {k: min(claimed[k], most) for k in clients}
 
     def cap_counts(self, answer: Payload, method: str, client: int, claims: Set[str]) -> Payload:
-        """Scale down the image counts in an answer if the client's number of images was capped.
+        """Scale down an answer's image counts if the client's image number was capped.
 
         Args:
             answer: The client's answer.
@@ -150,12 +150,16 @@ class BaseEngine:
         return map_leaves(answer, scale, method)
 
     def set_server(self, server: Server) -> None:
-        """Set the server; from now on answers are checked against its knowledge of the clients."""
+        """Set the server, whose knowledge of clients answers are checked against."""
         self.server = server
         self._known.clear()
 
     def knowledge_of(self, server: Server, client: int) -> Known:
-        """Return the server's knowledge of a client, which contracts may refer to."""
+        """Return what the server knows of a client, which contracts may refer to.
+
+        These are numbers of images and features, and the shapes and initial sizes of the networks'
+        weights. It is computed once for each client.
+        """
         if client not in self._known:
             has_model = server.model_or_none is not None
             server_weights = shapes_of(server.model.state_dict()) if has_model else {}
@@ -180,7 +184,8 @@ class BaseEngine:
                         rms = torch.linalg.vector_norm(value) / math.sqrt(value.numel())
                         initial[name] = (float(peak), float(rms))
                     elif value.dtype == torch.int64 and value.numel() > 1:
-                        smallest, largest = int(value.amin()), int(value.amax())
+                        smallest = int(value.amin())
+                        largest = int(value.amax())
                         # Counters start from equal numbers and may grow.
                         if smallest < largest:
                             tables[name] = (smallest, largest)
@@ -199,7 +204,7 @@ class BaseEngine:
     def receive_answer(
         self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
     ) -> Payload:
-        """Receive an answer: count its parts as released, check it, and return it isolated.
+        """Count an answer's parts as released, check the answer, return it isolated.
 
         Args:
             answer: The client's answer.
@@ -276,7 +281,10 @@ class BaseEngine:
             self._extreme = (self.round, client, method, comparison)
 
     def suspect(self) -> str:
-        """Describe the accepted answer of this round that stands out, for messages; or nothing."""
+        """Describe the accepted answer of this round that stands out, for messages.
+
+        The text is empty if there is none.
+        """
         if self._extreme is None:
             return ""
         round, client, method, comparison = self._extreme
@@ -285,7 +293,11 @@ class BaseEngine:
         return f"; the answer that stands out is client {client}'s to {method!r}: {comparison}"
 
     def _find_unusable(self, server: Server, answers: Mapping[int, Valid]) -> dict[int, str]:
-        """Return the clients whose uploaded network fails on random images, and why."""
+        """Return the clients whose uploaded network fails on random images, and why.
+
+        A network fails if it raises, or its logits are far larger than those of the others (see
+        `find_large_logits`).
+        """
         peaks: dict[int, torch.Tensor] = {}
         initial: dict[int, torch.Tensor] = {}
         errors: dict[int, str] = {}
@@ -309,7 +321,7 @@ class BaseEngine:
     def _network(
         self, server: Server, client: int, whose: str, weights: State
     ) -> tuple[Classifier, torch.Tensor] | None:
-        """Return a network in which uploaded weights can be tried out, and its initial logit.
+        """Return a network to try out uploaded weights, and its largest initial logit.
 
         There is one for each architecture and number of weights. None if the weights are only a
         part of a network.
@@ -343,7 +355,9 @@ class BaseEngine:
     def record_epsilon(self, client: int, epsilon: object) -> None:
         """Record the ε that a client reports for all its releases; ignore invalid values."""
         if isinstance(epsilon, int | float) and epsilon >= 0:
-            self.told[client] = max(self.told.get(client, 0.0), float(epsilon))
+            self.reported_epsilon[client] = max(
+                self.reported_epsilon.get(client, 0.0), float(epsilon)
+            )
 
     def record_failure(self, client: int, method: str, error: Exception) -> Failure:
         """Record a client's failure in this round and return it."""
@@ -360,12 +374,15 @@ class BaseEngine:
         """Return whether a client that runs this method is evaluated in this round."""
         if not self.evaluation.is_due(self.round, self.last_round):
             return False
-        # An evaluation alone does not make a client a participant of the round.
+        # An evaluation by itself does not make a client a participant of the round.
         joining = set() if method == Algorithm.evaluate.__name__ else {client}
         return self.evaluation.includes(client, self.client_ids, self.participants | joining)
 
     def is_local_only(self) -> bool:
-        """Return whether no client can have been influenced by others: nothing was uploaded yet."""
+        """Return whether no client has uploaded anything yet, evaluation excepted.
+
+        Then no client can have been influenced by others.
+        """
         return self.round <= 1 and not self.wire.methods_with_uploads() - {
             Algorithm.evaluate.__name__
         }
@@ -375,7 +392,7 @@ class BaseEngine:
         return torch.Generator().manual_seed(seeds.stream_seed(self.seed, self.round, name))
 
     def count_call(self, method: str, client: int) -> int:
-        """Return the number of earlier calls of a method in this round, and count this one.
+        """Count a call of a method, and return the number of earlier ones this round.
 
         The number is part of the random stream's name, so that repeated calls draw anew.
         """
@@ -386,7 +403,10 @@ class BaseEngine:
         return before
 
     def repeat(self, method: str, client: int, before: int) -> None:
-        """Set the number of earlier calls of a method in this round, as when a call is repeated."""
+        """Set the number of earlier calls of a method in this round.
+
+        A repeated call then draws from the same random stream.
+        """
         self._calls[self.round, method, client] = before
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Run the calls of several clients in parallel in forked processes, one for each CPU core.
+"""Run clients in parallel in forked processes, one for each CPU core.
 
 A forked process sees the memory of this one and computes with the number of threads that the call
 would use here (one if clients run in parallel), so its result is bitwise equal. The result is a
@@ -34,7 +34,7 @@ from barter.core.payload import Payload, isolate, pack, unpack
 
 __all__ = ["ForkedCall", "can_fork", "die_with", "fork_obstacle", "run_in_processes"]
 
-# Looked up before forking: in a forked process the loader's lock may never be released.
+# Resolved before forking: in a forked process the loader's lock may never be released.
 LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 MALLOPT = getattr(LIBRARY, "mallopt", None)
 PRCTL = getattr(LIBRARY, "prctl", None)
@@ -130,7 +130,7 @@ class Worker:
         self.late = False  # True if the process was killed because of the timeout.
 
     def take(self, key: int) -> None:
-        """Start a job."""
+        """Start the job of this key in the process."""
         self.busy = key
         self.since = time.monotonic()
         # If the process is gone, the end of its reports shows it.
@@ -181,7 +181,7 @@ def run_in_processes(
     waiting = list(jobs)
     workers: dict[int, Worker] = {}  # By the pipe of their reports.
     # OpenMP's threads belong to the thread that started them, and a process forked from that thread
-    # would wait for them for ever; ARM's libraries do so even if told to use one thread. So a new
+    # would wait for them for ever; ARM's libraries do so even if set to use one thread. So a new
     # thread forks, which has none. It stays until the end, since the processes die with the thread
     # that forked them.
     forker = ThreadPoolExecutor(1)
@@ -338,13 +338,19 @@ def _keep_freed_memory() -> None:
 
 
 def _address(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that two tensors share if they view the same memory in the same way."""
+    """Return a key that two tensors share if they view memory in the same way."""
     address = torch._C._data_address(tensor)  # type: ignore[attr-defined]
     return (address, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _save(result: int, tree: Payload, known: list[Tensor]) -> None:
-    """Write a result to a file; tensors at the address of a known one are stored by name."""
+    """Write a result to a file; store tensors at a known address by name only.
+
+    Args:
+        result: The file descriptor.
+        tree: The result.
+        known: Tensors that the receiver has, unmodified.
+    """
     known_tensors, _ = pack(known)
     known_names = {_address(tensor): name for name, tensor in known_tensors.items()}
     tensors, header = pack(tree)

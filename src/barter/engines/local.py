@@ -1,4 +1,4 @@
-"""Engine for clients on this machine: in parallel on the streams of a GPU or the cores of a CPU."""
+"""Engine for clients on this machine, on GPU streams or CPU cores."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ class LocalEngine(BaseEngine):
             client.monitor = self
         self._cost: dict[str, float] = {}  # Method -> seconds of a call when last measured.
         self._took: dict[tuple[str, int], float] = {}  # (method, client) -> the same.
-        self._alone = True  # True if nothing was exchanged before the current call.
+        self._local_only = True  # True if nothing was exchanged before the current call.
         self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
-        self.home: Lane | None = None
+        self.server_lane: Lane | None = None
         self.cores = threads or torch.get_num_threads() if forks.can_fork() else 1
         device = next(iter(clients.values())).device
         if device.type == "cuda":
@@ -123,7 +123,7 @@ class LocalEngine(BaseEngine):
                 Lane(device, device_memory // 8 // width, tune=tune, urgent=i < urgent)
                 for i in range(width)
             ]
-            self.home = Lane(device, device_memory // 8, tune=tune)
+            self.server_lane = Lane(device, device_memory // 8, tune=tune)
 
     @property
     def client_ids(self) -> Sequence[int]:
@@ -141,7 +141,7 @@ class LocalEngine(BaseEngine):
 
     @contextmanager
     def on_server_stream(self) -> Iterator[None]:
-        with nullcontext() if self.home is None else self.home.open():
+        with nullcontext() if self.server_lane is None else self.server_lane.open():
             yield
             lanes.wait_for_device()
 
@@ -153,17 +153,17 @@ class LocalEngine(BaseEngine):
         return sorted(ids)
 
     def call(
-        self, method: str, args: Mapping[int, tuple[Any, ...]], alone: bool | None = None
+        self, method: str, args: Mapping[int, tuple[Any, ...]], local_only: bool | None = None
     ) -> Replies[Any]:
         """Run a method of the algorithm on clients.
 
         Args:
             method: The method's name.
             args: Client -> its arguments.
-            alone: True if nothing was exchanged before this call. The server tells it to a site,
+            local_only: True if nothing was exchanged before this call. The server sends it to a site,
                 which does not know the other clients; None lets this engine decide.
         """
-        self._alone = self.is_local_only() if alone is None else alone
+        self._local_only = self.is_local_only() if local_only is None else local_only
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         for k in set(self.adversarial) & set(args):
@@ -223,7 +223,7 @@ class LocalEngine(BaseEngine):
         return self.receive_answer(answer, method, k, args)
 
     def _warn_if_late(self, method: str, k: int, seconds: float) -> None:
-        """Warn that a call exceeded a timeout that cannot be enforced here; its answer counts.
+        """Warn that a call exceeded a timeout that is not enforced; its answer counts.
 
         A client whose process is killed is as it was before the call. A client that has finished in
         this process has changed, so dropping its answer would not undo the call.
@@ -256,7 +256,7 @@ class LocalEngine(BaseEngine):
             seed = self.seed if self.guard is None else self.guard.seed(self.seed)
             stream = seeds.scope(seed, *path, device=client.device)
             with self.parking.on_device(client), client.use_lane_module(), stream:
-                with record_local_only(client) if self._alone else nullcontext():
+                with record_local_only(client) if self._local_only else nullcontext():
                     answer = self._run_protected(method, client, path, received)
                     lanes.wait_for_device()
                 return answer
@@ -393,7 +393,11 @@ class LocalEngine(BaseEngine):
     def _finish_job(
         self, method: str, k: int, args: tuple[Any, ...], outcome: Payload | None, death: str
     ) -> Any:
-        """Apply what a forked call changed to the client here and return the checked answer."""
+        """Apply a forked call's changes to the client; return the checked answer.
+
+        Raises:
+            Elsewhere: The call failed, or its process died.
+        """
         if outcome is None:
             raise Elsewhere(death, "")
         client = self.clients[k]

@@ -1,1 +1,1 @@
-"""Runs on Flower: the server's engine, the sites, and the supervision of their processes."""
+"""Runs on Flower: the server's engine, the sites, and their supervision."""

@@ -49,7 +49,7 @@ class Address:
 
 
 def _is_ip(text: str, version: int) -> bool:
-    """Return whether the text is an IP address of this version, without a zone (%eth0)."""
+    """Return whether a text is an IP address of a version, without zone (%eth0)."""
     try:
         return "%" not in text and ip_address(text).version == version
     except ValueError:

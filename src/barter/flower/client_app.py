@@ -1,4 +1,7 @@
-"""Flower's ClientApp of a site: pass each message to the site's worker. Does not load torch."""
+"""Flower's ClientApp of a site, which passes messages to the site's worker.
+
+Does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ app = ClientApp()
 
 
 def pack_blobs(blobs: Mapping[str, Blob]) -> ArrayRecord | ConfigRecord:
-    """Concatenate blobs into one record, because every separate object costs Flower requests.
+    """Concatenate blobs into one record, as every object costs Flower requests.
 
     Flower sends an array in chunks, at least three of them, so a small payload is sent as one
     value of a ConfigRecord instead.
@@ -54,7 +57,7 @@ def to_records(frame: Frame, bulk: ArrayRecord | ConfigRecord | None = None) -> 
 
 
 def record_sizes(records: RecordDict) -> tuple[int, int]:
-    """Return the bytes of a message's structure and of its tensors, without parsing either."""
+    """Return the bytes of a message's structure and of its tensors, unparsed."""
     structure = 0
     tensors = 0
     for record in records.values():
@@ -70,7 +73,7 @@ def record_sizes(records: RecordDict) -> tuple[int, int]:
 
 
 def _length(value: object) -> int:
-    """Return the bytes of a value of a record: a number, a string, or a list of these."""
+    """Return the bytes of a record's value: a number, a string, or a list."""
     if isinstance(value, list):
         texts = value[:1] and isinstance(value[0], str | bytes)
         return sum(map(len, value)) if texts else 8 * len(value)
@@ -116,7 +119,10 @@ def from_records(records: RecordDict) -> Frame:
 @app.query("hello")
 @app.train("call")
 def hand_over(message: Message, context: Context) -> Message:
-    """Return the worker's reply, and report to the worker when this process exits normally."""
+    """Pass a message to the site's worker and return the worker's reply.
+
+    The worker is notified when this process exits normally.
+    """
     # Metadata gives a duration, not a time of day: clocks of two machines may differ.
     deadline = time.monotonic() + message.metadata.ttl
     reply, worker = ask_worker(

@@ -1,4 +1,4 @@
-"""A site's limits on the runs it takes part in, enforced at the site whatever the server asks."""
+"""A site's limits on runs, enforced at the site whatever the server asks."""
 
 from __future__ import annotations
 

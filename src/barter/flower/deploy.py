@@ -1,4 +1,4 @@
-"""A run on Flower: the ServerApp, the folder of a deployment, and the coordinator's SuperLink."""
+"""A run on Flower: the ServerApp, deployment folders, and the SuperLink."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the server; Flower's SuperLink starts it in a process of its own."""
+    """Run the server of a federation; Flower's SuperLink starts this process.
+
+    Errors are written to the run's journal.
+    """
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which `flwr run --stream` shows
     _end_with(os.getppid())
@@ -108,7 +111,7 @@ def _end_with(parent: int) -> None:
 def conduct(
     grid: Grid, config: Config, out: Path, journal: Journal, largest: Path | None = None
 ) -> Experiment:
-    """Run a federation of the sites on a grid, from the start or after its last finished round.
+    """Run a federation of a grid's sites, from the start or the last checkpoint.
 
     Args:
         grid: Flower's grid.
@@ -153,8 +156,8 @@ def conduct(
         monitor=journal,
         timeout=timeout,
     )
-    engine.telling = hellos.telling
-    engine.crossed = {k: hello.tells() for k, hello in ids.items()}
+    engine.reporting = hellos.reporting
+    engine.crossed = {k: hello.revealed_facts() for k, hello in ids.items()}
     if largest is not None:
         engine.expect = partial(_expect, largest)
     engine.rejoin = partial(_names, hellos)
@@ -241,9 +244,11 @@ def _wait_for_sites(
 
 
 def _names(hellos: Hellos, nodes: set[int]) -> dict[int, str]:
-    """Return the site names of new nodes, of those that have said hello by now."""
+    """Return the site names of those nodes whose hello has arrived by now."""
     hellos.poll(nodes)
-    return {node: str(hellos.said[node].get("name")) for node in nodes if node in hellos.said}
+    return {
+        node: str(hellos.received[node].get("name")) for node in nodes if node in hellos.received
+    }
 
 
 @dataclass
@@ -302,7 +307,7 @@ class Roster:
         return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
 
     def require_same(self, hello: Hello) -> None:
-        """Raise ConfigError if a site was not there when the run began, or has changed since."""
+        """Raise ConfigError if a site has changed or was absent when the run began."""
         if hello not in self.members:
             raise ConfigError(
                 f"site {hello.name} has changed since the run began, or was not there: "
@@ -313,7 +318,7 @@ class Roster:
 def create_deployment(
     folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], address: str
 ) -> None:
-    """Create a deployment folder: Flower's app, the run, certificates, and a folder for each site.
+    """Create a deployment folder: app, run, certificates, a folder for each site.
 
     Args:
         folder: The folder, which must not exist or be empty.
@@ -382,7 +387,7 @@ def _write_app(place: Path, folder: Path, config: Config, client_app: str) -> No
 
 
 def _write_connection(place: Path, folder: Path, port: int, *, insecure: bool) -> None:
-    """Write the configuration by which Flower's commands reach the SuperLink of this machine.
+    """Write the configuration by which Flower's commands reach the SuperLink.
 
     Args:
         place: The folder to write to.
@@ -390,14 +395,14 @@ def _write_connection(place: Path, folder: Path, port: int, *, insecure: bool) -
         port: The SuperLink's control port.
         insecure: Whether the connection is without TLS.
     """
-    home = place / ".flower"
-    home.mkdir(mode=0o700, exist_ok=True)
+    flower_folder = place / ".flower"
+    flower_folder.mkdir(mode=0o700, exist_ok=True)
     connection: dict[str, Any] = {"address": f"127.0.0.1:{port}"}
     if insecure:
         connection["insecure"] = True
     else:
         connection["root-certificates"] = str(folder / "certificates" / "ca.crt")
-    (home / "config.toml").write_text(
+    (flower_folder / "config.toml").write_text(
         tomli_w.dumps({"superlink": {"default": "barter", "barter": connection}})
     )
 
@@ -407,16 +412,16 @@ def _template(name: str) -> str:
 
 
 def create_site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
-    """Create a site's folder: its key pair, the coordinator's CA certificate, and site.toml.
+    """Create a site's folder: key pair, coordinator's CA certificate, site.toml.
 
     Args:
         folder: The deployment folder.
         setup: The fields of site.toml.
     """
-    home = folder / "sites" / str(setup["name"])
-    home.mkdir(mode=0o700)
-    (home / "site.toml").write_text(tomli_w.dumps(setup))
-    (home / "ca.crt").write_bytes((folder / "certificates" / "ca.crt").read_bytes())
+    site_folder = folder / "sites" / str(setup["name"])
+    site_folder.mkdir(mode=0o700)
+    (site_folder / "site.toml").write_text(tomli_w.dumps(setup))
+    (site_folder / "ca.crt").write_bytes((folder / "certificates" / "ca.crt").read_bytes())
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
         serialization.Encoding.PEM,
@@ -426,13 +431,13 @@ def create_site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
     public = key.public_key().public_bytes(
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
-    (home / "key").touch(mode=0o600)
-    (home / "key").write_bytes(private)
-    (home / "key.pub").write_bytes(public + b"\n")
+    (site_folder / "key").touch(mode=0o600)
+    (site_folder / "key").write_bytes(private)
+    (site_folder / "key.pub").write_bytes(public + b"\n")
 
 
 class Coordinator:
-    """The SuperLink of a deployment folder or a simulation, as a process on this machine.
+    """The SuperLink of a deployment folder or simulation, as a local process.
 
     Args:
         folder: The deployment folder.
@@ -454,8 +459,8 @@ class Coordinator:
         self.simulation = simulation
         self.port = free_port() if simulation else _port(self.folder)  # for sites
         self.control = free_port()  # for this machine only
-        self.home = self.folder / ".flower"
-        self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.home)}
+        self.flower_folder = self.folder / ".flower"
+        self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.flower_folder)}
         _write_connection(self.folder, self.folder, self.control, insecure=insecure)
         (self.folder / "logs").mkdir(exist_ok=True)
         answer_bytes = int(1e6 * resolve(read_toml(self.folder / "run.toml")).answer_mb)
@@ -505,18 +510,30 @@ class Coordinator:
             raise BarterError(f"the SuperLink ended: {reason}")
 
     def register(self) -> None:
-        """Register the public keys of the folder's sites; not needed if the run is insecure."""
+        """Register the public keys of the folder's sites, unless it is insecure."""
         if self.insecure:
             return
-        for home in sorted((self.folder / "sites").iterdir()):
+        for site_folder in sorted((self.folder / "sites").iterdir()):
             done = self._flwr(
-                "supernode", "register", str(home / "key.pub"), "barter", "--name", home.name
+                "supernode",
+                "register",
+                str(site_folder / "key.pub"),
+                "barter",
+                "--name",
+                site_folder.name,
             )
             if done.returncode and "already" not in (done.stdout + done.stderr):
-                raise BarterError(f"site {home.name} cannot be registered: {_reason(done)}")
+                raise BarterError(f"site {site_folder.name} cannot be registered: {_reason(done)}")
 
     def submit(self, out: Path) -> str:
-        """Start the run, and return its id at Flower."""
+        """Submit the run to the SuperLink, and return the run's id at Flower.
+
+        Args:
+            out: The run's folder.
+
+        Raises:
+            BarterError: Flower does not accept the run.
+        """
         (self.folder / "journal.jsonl").unlink(missing_ok=True)
         # The folder may have been moved since it was created: Flower's app gets its path now.
         settings = f'folder="{self.folder}" out="{out.absolute()}"'
@@ -548,7 +565,7 @@ class Coordinator:
 
 
 def _port(folder: Path) -> int:
-    """Return the port at which the sites of a deployment folder reach the coordinator."""
+    """Return the port at which a deployment's sites reach the coordinator."""
     site = next(iter(sorted(folder.glob("sites/*/site.toml"))), None)
     if site is None:
         raise ConfigError(f"{folder} is not a deployment folder: it has no sites/*/site.toml")

@@ -1,4 +1,4 @@
-"""The engine whose clients are Flower sites: a call is a message on Flower's grid."""
+"""The engine whose clients are Flower sites; a call is a message on a grid."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Member:
 
 
 class Lost(Exception):
-    """Flower has no answer of a site."""
+    """An error: Flower has no answer of a site."""
 
 
 def send_requests(
@@ -165,16 +165,21 @@ class Hellos:
         self.config = config
         self.timeout = timeout
         self.pending: dict[str, int] = {}  # message id -> node
-        self.said: dict[int, Payload] = {}  # node -> hello
+        self.received: dict[int, Payload] = {}  # node -> hello
         self.refused: dict[int, str] = {}  # node -> reason
-        self.telling: set[int] = set()  # nodes that report progress during a call
+        self.reporting: set[int] = set()  # nodes that report progress during a call
 
     def poll(self, nodes: Iterable[int]) -> dict[int, Payload]:
-        """Request the hellos of new nodes; return the hellos that came since the last poll.
+        """Request the hellos of new nodes; return those since the last poll.
 
         A hello under another name than its key was registered for is refused.
+
+        Returns:
+            Node -> hello.
         """
-        new_nodes = set(nodes) - self.said.keys() - self.refused.keys() - set(self.pending.values())
+        new_nodes = (
+            set(nodes) - self.received.keys() - self.refused.keys() - set(self.pending.values())
+        )
         request = to_records(encode({"ask": "hello", "config": self.config}))
         asked = send_requests(
             self.grid, dict.fromkeys(new_nodes, request), "query.hello", self.timeout
@@ -197,24 +202,24 @@ class Hellos:
                     )
                 hellos[node] = tree["hello"]
                 if tree.get("tells") is True:
-                    self.telling.add(node)
+                    self.reporting.add(node)
             except Lost as lost:
                 # The node is no longer pending, so the next poll asks it again.
                 log.warning("node %s did not say hello: %s", node, lost)
             except Exception as error:  # The answer is untrusted and may be anything.
                 self.refuse(node, error)
-        self.said |= hellos
+        self.received |= hellos
         return hellos
 
     def refuse(self, node: int, error: Exception) -> None:
         """Exclude a node from the run, and discard its hello."""
-        self.said.pop(node, None)
+        self.received.pop(node, None)
         self.refused[node] = str(error)
         log.warning("node %s is refused: %s", node, error)
 
 
 class FlowerEngine(BaseEngine):
-    """Run client methods at sites.
+    """Engine that runs client methods at Flower sites.
 
     Every client that is called gets one reply or one failure. Answers are untrusted: they are
     checked against their contract.
@@ -251,7 +256,7 @@ class FlowerEngine(BaseEngine):
         self.rejoin: Callable[[set[int]], dict[int, str]] = lambda nodes: {}
         # Called before each call with the largest size of an answer in bytes; none: unknown.
         self.expect: Callable[[int | None], None] = lambda n_bytes: None
-        self.telling: Set[int] = set()  # nodes that report progress during a call
+        self.reporting: Set[int] = set()  # nodes that report progress during a call
         self._shown: dict[int, float] = {}  # client -> progress of its call that was displayed
         # client -> evaluation that came with its last reply and was not requested yet
         self._evaluations: dict[int, Payload] = {}
@@ -274,7 +279,10 @@ class FlowerEngine(BaseEngine):
         """Do nothing: sites restore their own memory."""
 
     def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
-        """Run a method at sites; evaluations that came with an earlier reply are not requested."""
+        """Run a method at sites and return their checked answers.
+
+        Evaluations that came with an earlier reply are not requested.
+        """
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         # An evaluation that is not used by this call is out of date, and dropped.
@@ -308,12 +316,12 @@ class FlowerEngine(BaseEngine):
     def _requests(
         self, method: str, args: Mapping[int, tuple[Any, ...]], failures: dict[int, Failure]
     ) -> dict[int, RecordDict]:
-        """Encode the request for each client; a client that cannot be asked is added to `failures`.
+        """Encode the request for each client; add unreachable ones to `failures`.
 
         Arguments that several clients share (the same object) are checked and encoded once.
         """
         requests: dict[int, RecordDict] = {}
-        alone = self.is_local_only()
+        local_only = self.is_local_only()
         encoded: dict[int, tuple[Payload, Frame, ArrayRecord | ConfigRecord]] = {}  # by id()
         for k, arguments in args.items():
             if self._hung.get(k) == self.round:
@@ -328,7 +336,7 @@ class FlowerEngine(BaseEngine):
                 "before": self.count_call(method, k),
                 "evaluate": method == self._last,
                 "tested": self.tests_due(k, method),
-                "alone": alone,
+                "alone": local_only,
                 "timeout": self.timeout,
             }
             if id(arguments) in encoded:
@@ -348,7 +356,7 @@ class FlowerEngine(BaseEngine):
         return requests
 
     def _largest(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, int | None]:
-        """Return each client's largest valid answer in bytes; none if the contract has no limit."""
+        """Return the bytes of each client's largest valid answer; None if unlimited."""
         if self.server is None:
             return dict.fromkeys(args)
         if method == EVALUATE:  # a few numbers by name
@@ -391,7 +399,7 @@ class FlowerEngine(BaseEngine):
         return answer
 
     def failure(self, client: int, method: str, error: Exception) -> Failure:
-        """Describe an error as the failure of a site."""
+        """Return a failure that names the client's site and the error."""
         reason = str(error)
         if not isinstance(error, BarterError | Lost):
             reason = f"{type(error).__name__}: {reason}"
@@ -465,7 +473,7 @@ class FlowerEngine(BaseEngine):
     def _show_progress(self, progress: Progress, clients: Iterable[int]) -> None:
         """Ask these clients how far they are, and display what they have reported since."""
         client_of = {self.members[k].node: k for k in clients}
-        for node, done in progress.poll(client_of.keys() & self.telling):
+        for node, done in progress.poll(client_of.keys() & self.reporting):
             k = client_of[node]
             self.count_release(k, [PROGRESS_PART])
             shown = self._shown.get(k, 0.0)
@@ -494,7 +502,7 @@ class FlowerEngine(BaseEngine):
 
 
 class Progress:
-    """Ask sites how far they are in a long call.
+    """Requests to sites for their progress in a long call.
 
     The interval grows with the duration of the call and with the number of sites.
 
@@ -510,7 +518,7 @@ class Progress:
         self.pending: dict[str, int] = {}  # message id -> node
 
     def poll(self, nodes: Set[int]) -> Iterator[tuple[int, float]]:
-        """Ask these nodes if it is time to; yield (node, progress from 0 to 1) as reported."""
+        """Ask nodes for progress if it is time to; yield (node, fraction) as reported."""
         now = time.monotonic()
         if now - self.last > max(PROGRESS_SECONDS * len(nodes), (now - self.begin) / 10):
             self.last = now

@@ -1,4 +1,6 @@
-"""All uses of Flower's undocumented interfaces; `unsupported_reason` checks them before they are used.
+"""All uses of Flower's undocumented interfaces.
+
+`unsupported_reason` checks them before they are used.
 
 They serve two purposes. Flower's SuperNode starts a process for every message, which takes seconds;
 barter's node is one long-running process that uses Flower's own client of the Fleet API. And
@@ -95,7 +97,7 @@ def unsupported_reason() -> str:
 
 
 def poll_faster(seconds: float) -> None:
-    """Make Flower's grid poll faster for replies that are still being sent, and give up on time.
+    """Make Flower's grid poll faster for replies in transfer, with a time limit.
 
     Flower reads one reply after the other: a site that announces a reply and does not send it would
     block the replies of all other sites until they are late.
@@ -151,7 +153,7 @@ def node_names(grid: Grid) -> dict[int, str]:
 
 
 def run_superlink(guarded: Callable[[Any], Any], sockets: list[socket.socket], idle: float) -> None:
-    """Run `flower-superlink` with a wrapped application; headers of proxies are not trusted.
+    """Run `flower-superlink` with a wrapped application, without proxy headers.
 
     Args:
         guarded: Wraps Flower's application.
@@ -173,11 +175,15 @@ def run_superlink(guarded: Callable[[Any], Any], sockets: list[socket.socket], i
 
 
 def _punctual_protocol(idle: float) -> Any:
-    """Return uvicorn's HTTP protocol, extended to close connections that are idle for too long."""
+    """Return uvicorn's HTTP protocol, extended to close idle connections.
+
+    Args:
+        idle: Seconds without a request after which a connection is closed.
+    """
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Punctual(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-        """Uvicorn's protocol would wait for the first line of a request for ever."""
+        """Uvicorn's protocol, with a limit on the wait for a request's first line."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -197,7 +203,7 @@ def _punctual_protocol(idle: float) -> Any:
 
 
 def signing_key(app: Any, scope: MutableMapping[str, Any]) -> bytes | None:
-    """Return the registered key that a request to the Fleet API is signed with, or none.
+    """Return the registered key that signed a request to the Fleet API, or None.
 
     Args:
         app: Flower's application.
@@ -222,7 +228,7 @@ def signing_key(app: Any, scope: MutableMapping[str, Any]) -> bytes | None:
 
 
 class NotLetIn(Exception):
-    """The SuperLink refuses a node: its key is not registered, or is connected already.
+    """The SuperLink refuses a node: key not registered, or connected already.
 
     Flower answers both with the same code and the same message.
     """

@@ -1,6 +1,6 @@
-"""Messages over a unix socket between processes of one user: a JSON header and blobs of bytes.
+"""Messages over a unix socket: a JSON header and blobs of bytes.
 
-Does not load torch.
+The socket connects processes of one user. Does not load torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Frame:
 
 
 def send(peer: socket.socket, frame: Frame) -> None:
-    """Write a frame: length of the head, head (header and table of blobs), bytes of the blobs."""
+    """Write a frame: length of the head, head, bytes of the blobs.
+
+    The head is JSON of the header and a table of the blobs.
+    """
     table = [
         [name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.blobs.items()
     ]
@@ -53,7 +56,7 @@ def send(peer: socket.socket, frame: Frame) -> None:
 
 
 def receive(peer: socket.socket) -> Frame:
-    """Read a frame.
+    """Read one frame, its header and its blobs, from a socket.
 
     Raises:
         PayloadError: If the head is malformed.
@@ -73,7 +76,11 @@ def receive(peer: socket.socket) -> Frame:
 
 
 def _exactly(peer: socket.socket, size: int) -> bytearray:
-    """Read this number of bytes."""
+    """Read this number of bytes from a socket.
+
+    Raises:
+        ConnectionResetError: The other side disconnects before.
+    """
     data = bytearray()
     # Memory grows with the bytes received; the announced size is not trusted.
     while len(data) < size:
@@ -131,7 +138,7 @@ def ask_worker(
 
 
 def serve_frames(path: Path, answer: Callable[[Frame], Frame], lost: Callable[[], None]) -> None:
-    """Answer one caller after the other, for ever.
+    """Answer one caller after the other, without end.
 
     Args:
         path: The unix socket to listen on.

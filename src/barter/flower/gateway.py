@@ -1,4 +1,4 @@
-"""Flower's SuperLink behind a gateway: other machines reach the API of sites, and nothing else.
+"""Serve Flower's SuperLink so that other machines reach only the sites' API.
 
 Flower serves its control API (which sites may join, which app runs) at the same port as its sites,
 without authentication, and reads a whole request before it checks the sender. Here the control API
@@ -40,7 +40,7 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Refused(Exception):
-    """A request is refused, with this HTTP status."""
+    """An error: a request is refused, with this HTTP status."""
 
     def __init__(self, status: int) -> None:
         self.status = status
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def size_limit(most: int, largest: Path | None) -> int:
-    """Return the largest size of an answer in bytes: the file's, if there is one, up to `most`.
+    """Return the largest size of an answer in bytes: the file's, at most `most`.
 
     Args:
         most: The limit of the configuration.

@@ -1,4 +1,4 @@
-"""The setup of a site, its hello to a run, and how a server builds a federation from hellos."""
+"""A site's setup and hello, and the server's federation built from hellos."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Hello:
     careful: bool = False
     public: str = ""  # fingerprint of the public images that the site uses; empty: none
 
-    def tells(self) -> dict[str, int]:
+    def revealed_facts(self) -> dict[str, int]:
         """Return which facts about the site's data this reveals: name of the fact -> 1."""
         numbered = self.share is None and self.classes == tuple(map(str, range(self.spec.classes)))
         return facts_in_hello(numbered=numbered and not self.careful, pixels=not self.careful)
@@ -190,7 +190,7 @@ def _config(toml: str) -> Config:
 
 
 def _require_consent(setup: Setup, toml: str) -> Config:
-    """Parse a run's configuration, and check it against the site's consent and privacy.
+    """Parse a run's configuration; check it against the site's consent.
 
     Raises:
         ConfigError: If the run asks for more than the site allows.
@@ -206,7 +206,7 @@ def _require_consent(setup: Setup, toml: str) -> Config:
 def foreign_networks(config: Config) -> list[str]:
     """Return the networks of a run that are given as package.module:factory.
 
-    A site imports them only with its consent, so whoever starts sites of its own has to give it.
+    A site imports them only with its consent, which the user who starts the site has to give.
     """
     names = architecture_names(config.algorithm, config.models, config.clients)
     names.append(config.algorithm.server_model.network or "")
@@ -290,7 +290,7 @@ def _task(setup: Setup, config: Config, device: torch.device) -> Task:
 
 @contextmanager
 def _own_words(setup: Setup, problem: str) -> Iterator[None]:
-    """Replace errors that may quote the site's data by one message, and log them here.
+    """Replace errors that may quote the site's data by one message; log them.
 
     Args:
         setup: The site.
@@ -327,7 +327,7 @@ def _own_data(setup: Setup, config: Config) -> tuple[Dataset, Spec, Augment]:
 def _public(
     setup: Setup, config: Config, dataset: Dataset, spec: Spec, device: torch.device
 ) -> Images | None:
-    """Load the public images that a site with its own data has chosen; none if none are needed.
+    """Load the public images that a site has chosen; None if none are needed.
 
     The server's choice does not count: it could name the site's own file.
 
@@ -370,7 +370,7 @@ def _require_share(setup: Setup, config: Config) -> None:
 
 
 def _require_guarantee(setup: Setup, config: Config) -> None:
-    """Raise ConfigError if the run's privacy guarantee is weaker than the site requires."""
+    """Raise ConfigError if a run guarantees less privacy than the site requires."""
     if setup.epsilon is None:
         return
     privacy = config.privacy
@@ -460,15 +460,16 @@ def build_client(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision
         tune=tune,
         guard=guard,
     )
-    # No other client computes beside this one, so its kernels use all of torch's threads.
+    # No other client computes in this process, so its kernels use all of torch's threads.
     engine.cores = 1
     return engine, resolve_precision("auto" if device.type == "cpu" else config.precision, device)
 
 
 def _require_spec(setup: Setup, spec: Spec, own: Spec) -> None:
-    """Refuse a session whose classes or images are not the site's, before any image is used.
+    """Refuse a session whose classes or images are not those of the site.
 
-    Otherwise a call would succeed or fail depending on a label, which tells the server the label.
+    This is checked before any image is used. Otherwise a call would succeed or fail depending on a
+    label, which would reveal the label to the server.
 
     Raises:
         ConfigError: If classes or shape differ, or the normalisation is impossible.
@@ -488,7 +489,7 @@ def _require_spec(setup: Setup, spec: Spec, own: Spec) -> None:
 
 
 def make_site(setup: Setup, memory: Path) -> Site:
-    """Build a site that saves its memory in the folder `memory`."""
+    """Build the site of a setup, which saves its memory in the folder `memory`."""
     quiet = setup.epsilon is not None
     budget = None
     if setup.budget is not None:
@@ -569,7 +570,8 @@ def _pool_statistics(hellos: Sequence[Hello]) -> Spec:
     if len(specs) == 1:
         return specs.pop()
     total = sum(hello.examples for hello in hellos)
-    mean, std = [], []
+    mean = []
+    std = []
     for c in range(hellos[0].spec.channels):
         m = math.fsum(h.examples / total * h.spec.mean[c] for h in hellos)
         square = math.fsum(
@@ -637,5 +639,8 @@ def build_server(
 
 
 def new_attempt() -> str:
-    """Return a unique name for one start of a server; sites identify repeated calls by it."""
+    """Return a unique name for one start of a server.
+
+    Sites identify repeated calls by it.
+    """
     return f"{time.time_ns():x}"

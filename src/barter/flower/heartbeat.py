@@ -1,7 +1,7 @@
-"""Heartbeat and progress files of a site's worker, and the polling interval. Does not load torch.
+"""Heartbeat and progress files of a site's worker, and the polling interval.
 
 The heartbeat file holds the time until which the worker may be silent before its supervisor
-restarts it.
+restarts it. Does not load torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "seconds_since",
 ]
 
-# Files beside a worker's socket.
+# Files in the folder of a worker's socket.
 TURN = "turn"  # progress of the current call, from 0 to 1
 BEGUN = "begun"  # the call that was begun and has not ended, and when
 SHORTEST = 0.05  # shortest polling interval, in seconds
@@ -38,7 +38,7 @@ SILENCE = 60.0
 
 
 def poll_interval(idle: float, shortest: float = SHORTEST) -> float:
-    """Return the seconds until the next poll: a tenth of the idle time, within limits.
+    """Return the seconds until the next poll: a tenth of idle time, within limits.
 
     Args:
         idle: Seconds since the last event.
@@ -48,9 +48,10 @@ def poll_interval(idle: float, shortest: float = SHORTEST) -> float:
 
 
 class Pulse:
-    """Write a heartbeat every few seconds, and at the start of a call how long it may take.
+    """Heartbeat of a process; each call first states how long it may take.
 
-    Times are those of the machine's monotonic clock, which all of its processes share.
+    A heartbeat is written every few seconds. Times are those of the machine's monotonic clock,
+    which all of its processes share.
 
     Args:
         path: The heartbeat file.
@@ -66,7 +67,7 @@ class Pulse:
 
     @contextmanager
     def call(self, seconds: float) -> Iterator[None]:
-        """Pause the heartbeat for the duration of a call, which may take at most `seconds`."""
+        """Allow silence of `seconds` for a call in the block; pause the heartbeat."""
         with self._writing:
             self._extend(seconds)
             try:
@@ -87,7 +88,10 @@ class Pulse:
 
 
 class ProgressFile:
-    """Monitor of a worker's engine that writes a call's progress, from 0 to 1, to a file."""
+    """Monitor of a worker's engine that writes a call's progress to a file.
+
+    Progress is a number from 0 to 1.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,7 +123,7 @@ class ProgressFile:
 
 
 def allow(path: Path, seconds: float) -> None:
-    """Write to a heartbeat file that its process may be silent for this long from now on."""
+    """Write to a heartbeat file that its process may be silent for this long."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(repr(time.monotonic() + seconds))
     temporary.rename(path)
@@ -131,7 +135,7 @@ def overdue(path: Path) -> bool:
 
 
 def seconds_since(path: Path, call: str) -> float:
-    """Return the seconds since this call was first begun, over all restarts of the worker.
+    """Return the seconds since a call was first begun, over all restarts.
 
     Args:
         path: The file that remembers the call.

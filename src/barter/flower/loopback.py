@@ -1,4 +1,4 @@
-"""Run a coordinator, a federation of Flower sites on this machine, or Flower's simulation."""
+"""Run a coordinator, Flower sites on this machine, or Flower's simulation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _ends_in_order() -> Iterator[None]:
 
 
 def coordinate(folder: Path, host: str, watcher: Watcher, *, insecure: bool = False) -> list[Round]:
-    """Start the SuperLink of a deployment folder, register its sites, and follow the run.
+    """Start a deployment's SuperLink, register its sites, and follow the run.
 
     Args:
         folder: The deployment folder.
@@ -53,7 +53,7 @@ def coordinate(folder: Path, host: str, watcher: Watcher, *, insecure: bool = Fa
     Returns:
         The records of all rounds.
     """
-    names = [home.name for home in sorted((folder / "sites").iterdir())]
+    names = [site_folder.name for site_folder in sorted((folder / "sites").iterdir())]
     coordinator = Coordinator(folder, host, insecure=insecure)
     with _ends_in_order(), coordinator.running():
         coordinator.register()
@@ -64,7 +64,7 @@ def coordinate(folder: Path, host: str, watcher: Watcher, *, insecure: bool = Fa
 
 
 def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
-    """Run a SuperLink and one site per client on this machine, with certificates and keys.
+    """Run a SuperLink and one site per client here, with certificates and keys.
 
     Args:
         config: The run's configuration.
@@ -91,7 +91,7 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
                 "share": k,
                 "device": config.device,
                 "threads": threads,
-                # Whoever starts the run starts the sites too.
+                # The user who starts the run starts the sites too.
                 "consent": {"models": foreign_networks(config)},
             }
             for k in range(config.clients)
@@ -106,17 +106,17 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
         coordinator.register()
         children = {}
         env = {**coordinator.env, **FLOWER}
-        for home in sorted((folder / "sites").iterdir()):
-            command = [sys.executable, "-m", "barter", "site", str(home / "site.toml")]
-            child = Child(home.name, command, env, folder / f"{home.name}.log")
+        for site_folder in sorted((folder / "sites").iterdir()):
+            command = [sys.executable, "-m", "barter", "site", str(site_folder / "site.toml")]
+            child = Child(site_folder.name, command, env, folder / f"{site_folder.name}.log")
             child.start()
             sites_up.callback(child.stop)
-            children[home.name] = child
+            children[site_folder.name] = child
         return _follow(coordinator, out, watcher, children)
 
 
 def simulate(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
-    """Run Flower's simulation: a pool of processes serves the clients on all cores and GPUs.
+    """Run Flower's simulation: a pool of processes on all cores and GPUs.
 
     Args:
         config: The run's configuration.
@@ -177,7 +177,11 @@ def _begin(out: Path, config: Config, prepare: Callable[[], None]) -> None:
 def _follow(
     coordinator: Coordinator, out: Path, watcher: Watcher, sites: Mapping[str, Child]
 ) -> list[Round]:
-    """Submit the run and show its progress to its end; stop the run if this is interrupted."""
+    """Submit the run and show its progress; stop the run if interrupted.
+
+    Returns:
+        The records of all rounds.
+    """
 
     def check() -> None:
         coordinator.check()
@@ -196,6 +200,6 @@ def _follow(
 
 
 def _set_port(folder: Path, port: int) -> None:
-    """Write a new port of the coordinator to all sites: the earlier one may be in use."""
+    """Write a new coordinator port to all sites, as the old one may be in use."""
     for path in (folder / "sites").glob("*/site.toml"):
         path.write_text(tomli_w.dumps({**read_toml(path), "superlink": f"127.0.0.1:{port}"}))

@@ -1,6 +1,6 @@
-"""A site's node: a long-running process that passes Flower's messages to the site's worker.
+"""A site's node: a long-running process between SuperLink and worker.
 
-Does not load torch.
+It passes Flower's messages to the site's worker. Does not load torch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def answer_message(message: Message, door: Path) -> Message:
 
 
 def serve_messages(fleet: Fleet, door: Path) -> None:
-    """Answer messages, for ever; each in a thread, so that others are answered during a call.
+    """Answer messages without end, each in a thread of its own.
+
+    Other messages are thus answered during a call.
 
     Args:
         fleet: The connection to the SuperLink.
@@ -91,7 +93,7 @@ def serve_messages(fleet: Fleet, door: Path) -> None:
 
 
 def exit_if_thread_dies() -> None:
-    """End this process when one of its threads dies, so that its supervisor restarts it.
+    """End this process when a thread dies, so that its supervisor restarts it.
 
     Flower's heartbeat thread dies of a single unknown answer, such as that of a SuperLink whose
     disk is full, and the SuperLink takes a node without heartbeat for offline.

@@ -1,4 +1,4 @@
-"""The ClientApp of Flower's simulation: a site in a process that other clients use too."""
+"""The ClientApp of Flower's simulation, whose process serves several sites."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _site(folder: Path, k: int) -> Site:
     If another process has served the site since, its memory is restored from disk.
     """
     config = resolve(read_toml(folder / "run.toml"))
-    # Whoever starts the simulation starts its sites too.
+    # The user who starts the simulation starts its sites too.
     consent = Consent(models=tuple(foreign_networks(config)))
     setup = Setup(name=f"client-{k}", share=k, device=config.device, consent=consent)
     return make_site(setup, folder / "memory" / str(k))

@@ -1,4 +1,4 @@
-"""A site: one client beside its data, which answers calls and saves its memory to disk."""
+"""A site: one client with its data, which answers calls and saves its memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger("barter")
 
 
 class Site:
-    """Answer a server's requests for one client.
+    """A server of requests for one client, whose memory is on disk.
 
     A call is computed once: if it is asked again, the saved reply is sent again.
 
@@ -85,7 +85,7 @@ class Site:
         self.unseen: tuple[dict[str, float], list[bool]] | None = None
 
     def answer(self, request: Payload) -> Payload:
-        """Return the reply to a request; an error here becomes a reply with the key "error"."""
+        """Return the reply to a request; errors become a reply with key "error"."""
         if request["ask"] == "hello":
             try:
                 self._require_budget()
@@ -102,7 +102,11 @@ class Site:
             return self._error_reply(error)
 
     def _call(self, request: Payload) -> Payload:
-        """Run a method of the algorithm, save the client's memory, and return the reply."""
+        """Run a method of the algorithm, save the client's memory, return the reply.
+
+        A call that was answered before is not run again: its reply is repeated. The requested
+        evaluation is run at once, and sent along.
+        """
         session = request["session"]
         round = request["round"]
         method = request["method"]
@@ -129,7 +133,7 @@ class Site:
         self.engine.repeat(method, k, request["before"])
         before = self._load_account(client)
         with use_precision(self.precision):
-            replies = self.engine.call(method, {k: request["args"]}, alone=request["alone"])
+            replies = self.engine.call(method, {k: request["args"]}, local_only=request["alone"])
             if k in replies:
                 answer = self._without_results(replies[k]) if method == EVALUATE else replies[k]
                 reply: Payload = {"answer": answer, EPSILON: client.report.get(EPSILON)}
@@ -149,11 +153,11 @@ class Site:
         return reply
 
     def _failure_reply(self, failure: Failure) -> Payload:
-        """Return the reply for a failure of the client's computation, and log its reason here.
+        """Return the reply for a failed computation, and log the reason here.
 
         The server learns that the call failed and nothing else: the type of an error, its message
-        and its place may all depend on an image. Errors about the privacy budget depend on the
-        account alone, and are sent in full.
+        and its place may all depend on an image. Errors about the privacy budget depend only on the
+        account, and are sent in full.
         """
         log.warning("%s\n%s", failure, failure.traceback)
         kind = failure.error.partition(":")[0]
@@ -181,7 +185,7 @@ class Site:
 
     @property
     def client(self) -> Client:
-        """The one client of the engine."""
+        """Return the one client of the engine."""
         (client,) = self.engine.clients.values()
         return client
 
@@ -237,10 +241,13 @@ class Site:
             self.unseen = None if state["unseen"] is None else tuple(state["unseen"])
 
     def _find(self, session: Payload) -> tuple[Payload, dict[str, str]] | None:
-        """Return the newest saved state that the server's checkpoint includes, and its notes.
+        """Return the newest saved state that the server knows of, and its notes.
 
-        A state of rounds that the server has rolled back is deleted, so that it cannot be
-        mistaken for the start of a round.
+        The server's checkpoint must include its round. A state of rounds that the server has rolled
+        back is deleted, so that it cannot be mistaken for the start of a round.
+
+        Returns:
+            State and notes; None if there is none and the run begins.
 
         Raises:
             CheckpointError: If the server has finished rounds and no saved state matches them.
@@ -269,12 +276,12 @@ class Site:
 
     @property
     def _now(self) -> Path:
-        """The file of the current state."""
+        """Return the file of the current state."""
         return self.memory / str(self.session["run"]) / "now.safetensors"
 
     @property
     def _start(self) -> Path:
-        """The file of the state at the start of the current round."""
+        """Return the file of the state at the start of the current round."""
         return self._now.with_name("start.safetensors")
 
     def _require_budget(self) -> None:
@@ -295,13 +302,16 @@ class Site:
         raise PrivacyError(message)
 
     def _note_hello(self, hello: Payload) -> None:
-        """Note in the ledger, once, that a hello reveals the mean of the site's own pixels."""
-        told = describe_part(PIXELS, None)
-        is_known = told in self.ledger.runs().get("", RunAccount()).released
+        """Note in the ledger, once, that a hello reveals the mean of pixels.
+
+        It does so if the site has data of its own and does not withhold the mean.
+        """
+        release = describe_part(PIXELS, None)
+        is_known = release in self.ledger.runs().get("", RunAccount()).released
         if hello["careful"] or hello["share"] is not None or is_known:
             return
         about = {"method": "hello", "images": hello["examples"], "data": "", "delta": 1.0}
-        self.ledger.add("", {told: 1}, about)
+        self.ledger.add("", {release: 1}, about)
 
     def _require_same_settings(self, session: Payload) -> None:
         """Refuse a session whose configuration is not the one that the run began with.
@@ -380,7 +390,7 @@ class Site:
             os.link(self._now, temporary)
 
     def _save(self) -> None:
-        """Write the client's memory, the last call and its reply to disk."""
+        """Write the client's memory, the last call and its reply to disk, atomically."""
         client = self.client
         self._now.parent.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {
@@ -397,7 +407,10 @@ class Site:
         self.stamp = self._modified_at()
 
     def _modified_at(self) -> int:
-        """Return when the memory was last written; in a simulation, another process may do so."""
+        """Return when the memory was last written, in ns; 0 if never.
+
+        In a simulation, another process may write it.
+        """
         return self._now.stat().st_mtime_ns if self._now.exists() else 0
 
 

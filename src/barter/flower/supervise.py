@@ -1,4 +1,4 @@
-"""`barter site`: run a client's worker and its Flower node, and restart them when they die."""
+"""`barter site`: run a client's worker and Flower node, and restart them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ log = logging.getLogger("barter")
 
 
 class Child:
-    """A child process in a session of its own, so that all that it starts is stopped with it.
+    """A child process in its own session, so that its children stop with it.
 
     Args:
         name: The process's name in messages.
@@ -108,7 +108,7 @@ class Child:
         return None if self.process is None else self.process.poll()
 
     def stop(self, patience: float = 10.0) -> None:
-        """Send SIGTERM, and SIGKILL if the process has not ended after `patience` seconds."""
+        """Send SIGTERM, and SIGKILL if the process runs on after `patience` seconds."""
         if self.process is None:
             return
         for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -123,7 +123,7 @@ class Child:
 
 
 class RestartingChild(Child):
-    """A child that is restarted whenever it ends, after a pause that grows while it keeps failing.
+    """A child that is restarted when it ends, after a pause that grows.
 
     Args:
         name: The process's name in messages.
@@ -149,7 +149,10 @@ class RestartingChild(Child):
         self.reasons = reasons or {}
 
     def tend(self) -> None:
-        """Start the process if it does not run and its pause is over; call this regularly."""
+        """Start the process if it does not run and its pause is over.
+
+        Call this regularly.
+        """
         now = time.monotonic()
         status = self.poll()
         if self.process is not None and status is None:
@@ -255,24 +258,24 @@ def run_site(path: Path) -> None:
         ConfigError: If a file is missing, or if the site is running already.
     """
     setup = load_setup(path)
-    home = path.absolute().parent
+    site_folder = path.absolute().parent
     for needed in [] if setup.insecure else [setup.certificate, setup.key]:
-        if not (home / needed).is_file():
+        if not (site_folder / needed).is_file():
             raise ConfigError(
-                f"{home / needed} is missing: copy the site's whole folder, or set insecure = true"
+                f"{site_folder / needed} is missing: copy the site's whole folder, or set insecure = true"
             )
     ended = threading.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, lambda *_: ended.set())
-    with _only_one(setup, home), _rooms(home) as rooms:
-        _supervise(setup, path, home, rooms, ended)
+    with _only_one(setup, site_folder), _rooms(site_folder) as rooms:
+        _supervise(setup, path, site_folder, rooms, ended)
 
 
-def _identity(setup: Setup, home: Path) -> str:
-    """Return a hash that identifies a site at its coordinator: of its key, or else of its name."""
+def _identity(setup: Setup, site_folder: Path) -> str:
+    """Return a hash that identifies a site: of its key, or else of its name."""
     identity = f"{setup.superlink} {setup.name}".encode()
     if not setup.insecure:
-        identity = (home / setup.key).read_bytes()
+        identity = (site_folder / setup.key).read_bytes()
     return hashlib.sha256(identity).hexdigest()[:32]
 
 
@@ -283,8 +286,8 @@ def _locks() -> Path:
 
 
 @contextmanager
-def _only_one(setup: Setup, home: Path) -> Iterator[None]:
-    """Hold the lock of a site, so that no second process runs it from this folder or a copy of it.
+def _only_one(setup: Setup, site_folder: Path) -> Iterator[None]:
+    """Hold the lock of a site, so that no second process runs it or a copy.
 
     Two processes with one key receive each other's messages, and their memories diverge. The lock
     is named after the site's identity, because a lock inside the folder would be copied with it.
@@ -292,7 +295,7 @@ def _only_one(setup: Setup, home: Path) -> Iterator[None]:
     Raises:
         ConfigError: If the site is running already.
     """
-    path = _locks() / _identity(setup, home)
+    path = _locks() / _identity(setup, site_folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = _lock_file(path)
@@ -307,12 +310,12 @@ def _only_one(setup: Setup, home: Path) -> Iterator[None]:
         return
     if lock is None:
         raise ConfigError(
-            f"{home}: site {setup.name!r} is running already, {_holder(path)}; a copy of a site's "
+            f"{site_folder}: site {setup.name!r} is running already, {_holder(path)}; a copy of a site's "
             "folder is the same site: end the other process, or create another site with "
             "`barter flower init`"
         )
     with lock:
-        record = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(home)}
+        record = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(site_folder)}
         lock.write(json.dumps(record))
         lock.flush()
         try:
@@ -349,7 +352,7 @@ def _holder(path: Path) -> str:
 
 
 @contextmanager
-def _rooms(home: Path) -> Iterator[Path]:
+def _rooms(site_folder: Path) -> Iterator[Path]:
     """Create a temporary folder for a site's socket, and remove it at the end.
 
     It is not in the site's folder, because the path of a socket is limited to 108 characters. The
@@ -359,11 +362,13 @@ def _rooms(home: Path) -> Iterator[Path]:
     Raises:
         ConfigError: If a site is running from this folder already.
     """
-    with (home / "rooms").open("a+") as note:
+    with (site_folder / "rooms").open("a+") as note:
         try:
             fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{home}: the site of this folder is running already") from None
+            raise ConfigError(
+                f"{site_folder}: the site of this folder is running already"
+            ) from None
         note.seek(0)
         abandoned = _abandoned_folder(note.read())
         if abandoned is not None:
@@ -384,7 +389,7 @@ def _rooms(home: Path) -> Iterator[Path]:
 
 
 def _abandoned_folder(note: str) -> Path | None:
-    """Return the folder that a note names, if it was created with the note by a process now gone.
+    """Return the folder that a note names, if its process is gone; else None.
 
     The note may have been copied or edited. It is valid if the folder belongs to this user and
     holds the token of the note, and if no process holds the lock of the token's file.
@@ -403,23 +408,25 @@ def _abandoned_folder(note: str) -> Path | None:
     return None
 
 
-def _supervise(setup: Setup, path: Path, home: Path, rooms: Path, ended: threading.Event) -> None:
+def _supervise(
+    setup: Setup, path: Path, site_folder: Path, rooms: Path, ended: threading.Event
+) -> None:
     """Run the worker and the node of a site, and restart them, until `ended` is set.
 
     Args:
         setup: The site.
         path: The site's site.toml.
-        home: The site's folder.
+        site_folder: The site's folder.
         rooms: The folder for the worker's socket.
         ended: Set when the site is to end.
     """
     door = rooms / "door"
-    logs = home / "logs"
+    logs = site_folder / "logs"
     logs.mkdir(exist_ok=True)
     env = {
         **os.environ,
         **FLOWER,
-        "FLWR_HOME": str(home / ".flower"),
+        "FLWR_HOME": str(site_folder / ".flower"),
         # Flower's SuperNode polls its own task queue at this interval in seconds.
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
     }
@@ -429,7 +436,7 @@ def _supervise(setup: Setup, path: Path, home: Path, rooms: Path, ended: threadi
     )
     use_supernode = uses_supernode(setup)
     refused = (
-        f"{setup.superlink} refuses the key {home / setup.key}: the coordinator has to register it "
+        f"{setup.superlink} refuses the key {site_folder / setup.key}: the coordinator has to register it "
         "(`barter flower start FOLDER`), or it is still connected from elsewhere, such as a copy "
         "of this folder"
     )
@@ -449,7 +456,7 @@ def _supervise(setup: Setup, path: Path, home: Path, rooms: Path, ended: threadi
                     node.restart()
             if node.process is None or node.due:
                 make_command = _supernode_command if use_supernode else _node_command
-                node.command = make_command(setup, home, door)
+                node.command = make_command(setup, site_folder, door)
             worker.tend()
             node.tend()
     finally:
@@ -482,43 +489,43 @@ def reports_progress(setup: Setup) -> bool:
     return setup.epsilon is None and not uses_supernode(setup)
 
 
-def _node_command(setup: Setup, home: Path, door: Path) -> list[str]:
-    """Return the command of barter's node."""
+def _node_command(setup: Setup, site_folder: Path, door: Path) -> list[str]:
+    """Return the command line of barter's node, with the site's key."""
     command = [sys.executable, "-m", "barter.flower.node"]
     command += ["--superlink", setup.superlink]
     command += ["--door", str(door)]
     if not setup.insecure:
-        command += ["--certificate", str(home / setup.certificate)]
-        command += ["--key", str(home / setup.key)]
+        command += ["--certificate", str(site_folder / setup.certificate)]
+        command += ["--key", str(site_folder / setup.key)]
     return command
 
 
-def _supernode_command(setup: Setup, home: Path, door: Path) -> list[str]:
-    """Return the command of Flower's SuperNode."""
+def _supernode_command(setup: Setup, site_folder: Path, door: Path) -> list[str]:
+    """Return the command line of Flower's SuperNode, with the site's key."""
     node_config = f"socket={json.dumps(str(door))} name={json.dumps(setup.name)}"
     command = ["flower-supernode", "--superlink", setup.superlink]
     command += ["--port", str(free_port())]
     command += ["--node-config", node_config]
     if setup.insecure:
         return [*command, "--insecure"]
-    command += ["--root-certificates", str(home / setup.certificate)]
-    command += ["--auth-supernode-private-key", str(home / setup.key)]
+    command += ["--root-certificates", str(site_folder / setup.certificate)]
+    command += ["--auth-supernode-private-key", str(site_folder / setup.key)]
     return command
 
 
 def run_worker(path: Path, door: Path) -> None:
-    """Run a site's worker: the process of the client itself, which answers requests for ever.
+    """Run a site's worker, the client's own process, which answers requests.
 
     Args:
         path: The site's site.toml.
         door: The unix socket to listen on.
     """
     setup = load_setup(path)
-    home = path.absolute().parent
+    site_folder = path.absolute().parent
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
-    os.chdir(home)  # Paths in site.toml are relative to its folder.
-    member = make_site(setup, home / "memory")
+    os.chdir(site_folder)  # Paths in site.toml are relative to its folder.
+    member = make_site(setup, site_folder / "memory")
     pulse = Pulse(door.with_name(PULSE))
     progress = ProgressFile(door.with_name(TURN))
     begun = door.with_name(BEGUN)

@@ -1,1 +1,1 @@
-"""Networks: architectures by name, families for heterogeneous clients, and generators."""
+"""Networks by name, families of them for heterogeneous clients, generators."""

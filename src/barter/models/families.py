@@ -1,4 +1,7 @@
-"""Families of architectures for heterogeneous clients: client i gets member i mod n."""
+"""Families of architectures for heterogeneous clients.
+
+Client i gets member i mod n.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class FrameHead(nn.Linear):
 
 
 def add_frame_head(network: Classifier, scale: float) -> Classifier:
-    """Replace a network's head by an ETF head whose projection starts from the old head.
+    """Replace a network's head by an ETF head that starts from the old head.
 
     Args:
         network: The network.

@@ -51,7 +51,9 @@ def _restore(name: Hashable, make: Callable[[], M], state: State) -> M:
 
 
 class Decoder(nn.Module):
-    """Codes to images: the generator of CMI (Fang et al. 2021) with the ending of DFFKE's authors.
+    """Decoder of codes to images, after CMI (Fang et al. 2021) and DFFKE.
+
+    The generator is CMI's; its ending is that of DFFKE's authors.
 
     It has three convolutions after one linear layer. Tanh and a normalisation without parameters
     bring the pixels to the range of normalised images. Images have at most 32 x 32 pixels
@@ -253,7 +255,10 @@ class PatchDiscriminator(nn.Module):
 
 
 def _transposed_convolution(layer: nn.ConvTranspose2d, x: Tensor) -> Tensor:
-    """Apply a transposed convolution without bias as one matrix product, faster on a CPU."""
+    """Apply a bias-free transposed convolution as one matrix product.
+
+    It is faster on a CPU.
+    """
     kernel = layer.kernel_size[0]
     stride = layer.stride[0]
     padding = int(layer.padding[0])

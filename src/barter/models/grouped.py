@@ -1,4 +1,4 @@
-"""Group normalisation instead of batch normalisation, which makes images independent."""
+"""Group instead of batch normalisation, which makes images independent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIN_GROUP_CHANNELS = 4  # Least channels of a group.
 
 
 def use_group_norm(network: nn.Module) -> None:
-    """Replace every batch normalisation in place by group normalisation of the same name."""
+    """Replace every batch normalisation by group normalisation, in place."""
     for name, part in list(network.named_children()):
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             channels = part.num_features

@@ -87,7 +87,10 @@ def latent_dim(generator: nn.Module) -> int:
 
 
 def sample_latents(generator: nn.Module, count: int, device: torch.device) -> Tensor:
-    """Sample latent vectors: from the generator's own `sample_latents(count)`, else standard normal.
+    """Sample latent vectors (count, latent_dim) for a generator.
+
+    They come from the generator's own `latents(count)` if it has this method, and are standard
+    normal otherwise.
 
     Raises:
         ConfigError: If the generator's own latent vectors have the wrong shape.
@@ -109,7 +112,7 @@ def _kind(value: object) -> str:
 
 
 def _not_images(result: object, codes: Tensor) -> ConfigError:
-    """Return the error for a generator whose result for these codes is not their images."""
+    """Return the error for a generator that did not return images of the codes."""
     return ConfigError(
         f"the generator made {_kind(result)} of {tuple(codes.shape)}. A generator is {WANTED}"
     )
@@ -117,7 +120,7 @@ def _not_images(result: object, codes: Tensor) -> ConfigError:
 
 @torch.no_grad()
 def generate_pixels(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
-    """Generate the images of latent vectors as bytes, in the format of the clients' images.
+    """Generate images as bytes, in the format of the clients' images.
 
     Args:
         generator: The generator.

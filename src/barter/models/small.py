@@ -1,4 +1,4 @@
-"""Small networks for images of 8 x 8 pixels and more, and networks that papers define."""
+"""Small networks for images from 8 x 8 pixels on, and networks of papers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 def _conv(
     inputs: int, outputs: int, *, stride: int = 1, groups: int = 1, kernel: int = 3
 ) -> nn.Sequential:
-    """Return a convolution without bias, batch normalisation and ReLU."""
+    """Return a bias-free convolution, followed by batch normalisation and ReLU."""
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
@@ -87,7 +87,10 @@ def small_resnet(spec: Spec) -> Classifier:
 
 
 def small_separable(spec: Spec) -> Classifier:
-    """Return a network of depthwise separable convolutions as in MobileNet, 640 features."""
+    """Return a network of depthwise separable convolutions with 640 features.
+
+    The convolutions are those of MobileNet.
+    """
     layers = [_conv(spec.channels, 24)]
     for inputs, outputs, stride in ((24, 32, 1), (32, 40, 2)):
         layers += [

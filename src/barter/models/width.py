@@ -80,7 +80,10 @@ def narrow_network(network: Classifier, rate: float) -> Classifier:
 
 
 def widen_network(part: Classifier) -> Classifier:
-    """Return a copy of a narrowed network at its original width; weights that were cut are zero."""
+    """Return a copy of a narrowed network at its original width.
+
+    All tensors that had been cut are zero.
+    """
     model = copy.deepcopy(part)
     for layer in model.modules():
         uncut: _Uncut | None = getattr(layer, "uncut", None)
@@ -108,7 +111,7 @@ def _note_size(layer: nn.Module) -> None:
     """Store a layer's original size in the layer.
 
     It does not follow from what is left after the cut: a depthwise convolution of which one channel
-    is left, for example, looks like one on grey images.
+    is left, for example, cannot be distinguished from one on grey images.
     """
     sizes = {name: getattr(layer, name) for name in SIZES if hasattr(layer, name)}
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
@@ -123,7 +126,11 @@ def _sizes(layer: nn.Conv2d | nn.Linear) -> tuple[int, int]:
 
 
 def _cut(layer: nn.Conv2d | nn.Linear, inputs: int, outputs: int) -> None:
-    """Cut a layer in place to its first inputs and outputs."""
+    """Cut a layer in place to its first inputs and outputs.
+
+    Raises:
+        ConfigError: The layer is a grouped convolution, unless it is depthwise.
+    """
     if isinstance(layer, nn.Linear):
         layer.in_features, layer.out_features = inputs, outputs
         weight = layer.weight[:outputs, :inputs]
@@ -168,7 +175,7 @@ def _divide_output(
 
 
 class BatchStatistics(_BatchNorm):
-    """Batch normalisation by the batch's own statistics, in training and in evaluation.
+    """Batch normalisation by the batch's statistics, in evaluation mode too.
 
     A batch of one image works too.
     """
@@ -183,7 +190,11 @@ class BatchStatistics(_BatchNorm):
 
 
 def without_running_statistics(network: Classifier) -> Classifier:
-    """Replace batch normalisation in place by one that always uses the batch's statistics."""
+    """Make batch normalisation use the batch's statistics always, in place.
+
+    Returns:
+        The network.
+    """
     for parent in list(network.modules()):
         for name, layer in parent.named_children():
             if isinstance(layer, _BatchNorm):

@@ -28,7 +28,7 @@ Own: TypeAlias = nn.Module | Callable[[Spec], nn.Module]
 def _torchvision(name: str, spec: Spec, options: Mapping[str, object] | None = None) -> Classifier:
     """Build a network of torchvision.
 
-    torchvision takes seconds to load and is imported only here, not for names alone.
+    torchvision takes seconds to load and is imported only here, so that names can be listed without it.
     """
     from torchvision import models as tv
 
@@ -56,7 +56,7 @@ def _replace_first_convolution(module: nn.Module, channels: int) -> None:
 
 
 def _shallow_resnet(stages: int, spec: Spec) -> Classifier:
-    """Build one of HtFLlib's ResNets of 4, 6, 8 and 10 layers: one basic block per stage."""
+    """Build one of HtFLlib's ResNets of 4 to 10 layers: one block per stage."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
     module = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=spec.classes)
@@ -79,7 +79,10 @@ def _small_stem(name: str, spec: Spec) -> Classifier:
 
 
 def _vit_tiny(spec: Spec) -> Classifier:
-    """Build ViT-Tiny: 12 layers, 3 heads, width 192, 8 x 8 patches (14 x 14 from 224 pixels on)."""
+    """Build ViT-Tiny: 12 layers, 3 heads, width 192, 8 x 8 patches.
+
+    There are 14 x 14 patches for images of 224 pixels and more.
+    """
     side = spec.height
     patches = 14 if side >= 224 else 8  # along each side
     if spec.width != side or side % patches:
@@ -179,7 +182,10 @@ def build_network(name: str, spec: Spec, own: Own | None = None) -> Classifier:
 
 
 def _factory(name: str) -> Own:
-    """Return the factory of a name such as my.networks:make:depth=2, with its arguments bound."""
+    """Return the factory of a name such as my.networks:make:depth=2.
+
+    The arguments are bound.
+    """
     place, *fields = re.split(r":(?=[^\W\d]\w*=)", name)
     factory: Own = import_object(place, "model")
     arguments = dict(_argument(field) for field in fields)
@@ -216,7 +222,7 @@ def _split(name: str, own: Own, spec: Spec) -> Classifier:
 
 
 def _try_out(model: Classifier, spec: Spec) -> None:
-    """Run one forward pass, so that an impossible input size is found before any training."""
+    """Run one forward pass, so that a wrong input size is found before training."""
     was_training = model.training
     with torch.no_grad():
         model.eval()(torch.zeros(1, *spec.shape))
@@ -229,7 +235,9 @@ def _size(spec: Spec) -> str:
 
 
 def name_models(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
-    """Return the name of each model, and the model itself if the name does not lead to it.
+    """Return the name of each model, and the model where its name is not enough.
+
+    The name is enough if the model can be built or imported by it.
 
     Args:
         models: Names, modules, or factories that are called with the spec.
@@ -256,6 +264,6 @@ def name_models(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None
 
 
 def _lookup(place: str) -> object:
-    """Return the object at `module:name` if the module is loaded and has it, else None."""
+    """Return the object at `module:name` if the module is loaded, else None."""
     module, _, name = place.partition(":")
     return getattr(sys.modules.get(module), name, None)

@@ -1,4 +1,4 @@
-"""Low-rank compression of model updates by truncated singular value decomposition."""
+"""Low-rank compression of model updates by a truncated SVD."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK = 128  # Rows of a Gram matrix that are computed at a time.
 
 
 def rank_for_energy(singular: Tensor, energy: float) -> int:
-    """Return the least number of singular values that hold this fraction of the energy.
+    """Return how many singular values hold this fraction of the energy.
 
     Args:
         singular: Singular values in descending order.
@@ -47,7 +47,15 @@ def compress_update(update: Mapping[str, Tensor], energy: float) -> Compressed:
 
 
 def _factors(tensor: Tensor, energy: float) -> list[Tensor]:
-    """Return the tensor's two low-rank factors, or the tensor itself if they are not smaller."""
+    """Return a tensor's low-rank factors, or the tensor if they are not smaller.
+
+    Args:
+        tensor: The tensor, whose axes after the first are flattened.
+        energy: Fraction of the sum of squared singular values to keep.
+
+    Returns:
+        Two factors (rows, rank) and (rank, columns), or a list of the tensor alone.
+    """
     if tensor.ndim < 2 or not tensor.is_floating_point():
         return [tensor]
     matrix = tensor.flatten(1)

@@ -52,9 +52,11 @@ class Canvas(nn.Module):
 
 
 def averaging_matrix(labels: Tensor, classes: Tensor) -> Tensor:
-    """Return the matrix that maps rows with these labels to the mean row of each class.
+    """Return the matrix (classes, rows) that maps rows to the mean of each class.
 
-    Classes without rows get zeros.
+    Args:
+        labels: Label of each row.
+        classes: The classes, one for each row of the matrix. Classes without rows get zeros.
     """
     members = (labels[None, :] == classes[:, None]).float()
     return members / members.sum(1, keepdim=True).clamp_min(1)
@@ -72,7 +74,12 @@ def images_per_class(data: Images, ipc: int, least: int) -> dict[int, int]:
 
 
 def condensed_labels(sizes: Mapping[int, int], device: torch.device) -> Tensor:
-    """Return the label of each condensed image, sorted by class."""
+    """Return the label of each condensed image, in the order of `sizes`.
+
+    Args:
+        sizes: Class -> number of condensed images.
+        device: Device of the result.
+    """
     labels = [label for label, size in sizes.items() for _ in range(size)]
     return torch.tensor(labels, dtype=torch.long, device=device)
 
@@ -124,9 +131,9 @@ def quantise_images(images: Tensor, spec: Spec) -> Tensor:
 
 @torch.no_grad()
 def reinitialise(model: nn.Module) -> None:
-    """Initialise the parameters of every layer again, by torch's defaults for the layer.
+    """Reset every layer's parameters in place to torch's random initialisation.
 
-    Networks with an initialisation of their own start differently.
+    A network's own initialisation is not repeated. Running statistics keep their values.
     """
     for layer in model.modules():
         reset = getattr(layer, "reset_parameters", None)
@@ -166,7 +173,7 @@ def sliced_wasserstein(u: Tensor, v: Tensor, projections: int | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Collaboration:
-    """The collaborative term: mean logits of each class over all clients (Eq. 10 of FedAF)."""
+    """The collaborative term: mean logits of each class over clients (FedAF, Eq. 10)."""
 
     logits: Tensor  # one row for each class of the client
     known: Tensor  # 1 for classes that have such logits, otherwise 0
@@ -174,9 +181,17 @@ class Collaboration:
     projections: int | None  # directions of the sliced Wasserstein distance
 
 
-def first_and_last_terms(names: Sequence[str], told: Sequence[Tensor]) -> dict[str, float]:
-    """Return the terms of a loss at the first and the last step, named for the round's record."""
-    rows = {"start": told[0].tolist(), "end": told[-1].tolist()}
+def first_and_last_terms(names: Sequence[str], values: Sequence[Tensor]) -> dict[str, float]:
+    """Return a loss's terms at the first and last step, for the round's record.
+
+    Args:
+        names: Name of each term.
+        values: The terms at each step, one vector per step.
+
+    Returns:
+        Values by NAME_start and NAME_end.
+    """
+    rows = {"start": values[0].tolist(), "end": values[-1].tolist()}
     return {
         f"{name}_{when}": value
         for when, row in rows.items()
@@ -253,14 +268,15 @@ def condense(
         collaboration: The collaborative term; None is without.
 
     Returns:
-        The condensed images, and the loss terms at the first and the last step (see `first_and_last_terms`).
+        The condensed images, and the loss terms at the first and the last step (see
+        `first_and_last_terms`).
     """
     data = client.data
     labels = condensed_labels(sizes, client.device)
     classes = torch.tensor(list(sizes), device=client.device)
     canvas = lanes.keep(("canvas", start.shape), Canvas(start))
     backbone = _frozen_copy(client, "backbone")
-    model = _frozen_copy(client, "judge")
+    model = _frozen_copy(client, "classifier")
     members = [(data.labels == label).nonzero()[:, 0] for label in classes.tolist()]
     real_labels = torch.cat([data.labels[index[:batch_size]] for index in members])
     if collaboration is None:

@@ -66,14 +66,25 @@ def require_labels(images: Images, method: str, otherwise: str) -> None:
 
 
 def sample_index(images: Images, samples: int | None) -> Tensor:
-    """Return the indices of `samples` random images, or of all if there are fewer or it is None."""
+    """Return indices of random images without repetition.
+
+    Args:
+        images: The images.
+        samples: Number of images; all if None or if there are fewer.
+    """
     return torch.randperm(len(images), device=images.device)[:samples]
 
 
 def class_shares(counts: Tensor) -> Tensor:
-    """Return each client's weight for each class (clients, classes), from its number of images.
+    """Return each client's weight for each class, its fraction of the class's images.
 
     Clients have equal weights for classes of which none of them has images.
+
+    Args:
+        counts: Numbers of images (clients, classes).
+
+    Returns:
+        Weights (clients, classes), which sum to 1 over the clients.
     """
     counts = counts.float()
     total = counts.sum(0)
@@ -81,7 +92,9 @@ def class_shares(counts: Tensor) -> Tensor:
 
 
 def mean_predictions(answers: Sequence[Tensor], shares: Tensor | None = None) -> Tensor:
-    """Return the mean of several networks' predictions (images, classes), or a robust aggregate.
+    """Return the mean prediction (images, classes) of several networks.
+
+    A run with a defence on logits uses its robust aggregate instead of the mean.
 
     Args:
         answers: One prediction per network.
@@ -111,19 +124,27 @@ def select_teachers(predictions: Mapping[int, Tensor]) -> list[int]:
     return [k for k, keep in zip(clients, mask.tolist(), strict=True) if keep]
 
 
-def merge_logits(said: Tensor, shares: Tensor) -> Tensor:
-    """Merge the logits (..., clients, images, classes) of networks that know different classes.
+def merge_logits(logits: Tensor, shares: Tensor) -> Tensor:
+    """Merge the logits of networks that know different classes.
 
     The result is the logarithm of the mean probability, in which clients are weighted by their
     share of each class. Probabilities are averaged because logits of different networks have
-    different scales. Small probabilities are raised, so that their logarithms stay near the others.
+    different scales. 1e-6 is added before the logarithm, which bounds it from below. A run with a
+    defence on logits uses its robust aggregate instead of the mean.
+
+    Args:
+        logits: Logits (..., clients, images, classes).
+        shares: Weight of each client for each class (clients, classes).
+
+    Returns:
+        Merged logits (..., images, classes).
     """
     if robust.active().defends("logits"):
-        predictions = said.softmax(-1).movedim(-3, 0)
-        weights = shares.view(len(shares), *[1] * (said.ndim - 2), -1)
+        predictions = logits.softmax(-1).movedim(-3, 0)
+        weights = shares.view(len(shares), *[1] * (logits.ndim - 2), -1)
         p = robust.aggregate(predictions, "logits", weights)
     else:
-        p = (shares[:, None] * said.softmax(-1)).sum(-3)
+        p = (shares[:, None] * logits.softmax(-1)).sum(-3)
     return (p + 1e-6).log()
 
 

@@ -1,4 +1,4 @@
-"""Training loops shared by all algorithms: local training, distillation, decoders, exchange."""
+"""Training loops of all algorithms: local training, distillation, decoders."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SubjectBatch(NamedTuple):
 
 
 def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
-    """Yield shuffled batches of indices for ever; every ceil(n / size) batches are an epoch.
+    """Yield shuffled batches of indices without end, ceil(n / size) per epoch.
 
     A last batch that would be short is filled from the start of the epoch's order, so that every
     sample is seen and all batches have the same shape. Batch normalisation needs two values: a
@@ -87,7 +87,7 @@ def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor]]:
-    """Yield shuffled batches of rows for ever.
+    """Yield shuffled batches of rows without end.
 
     Args:
         rows: Groups of equally long tensors. The groups are concatenated tensor by tensor.
@@ -122,7 +122,7 @@ def classification(
     loss: Loss = F.cross_entropy,
     adjust: Adjust = torch.add,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss on a batch of labelled bytes, and the number of correct predictions.
+    """Return the loss on a batch of labelled bytes, and the number of correct ones.
 
     Args:
         model: The model.
@@ -142,7 +142,7 @@ def classification(
 
 @dataclass(frozen=True)
 class FitResult:
-    """Result of a local training: epochs run, and loss and accuracy of the last epoch."""
+    """Result of local training: epochs run; last epoch's loss and accuracy."""
 
     epochs: int
     loss: float
@@ -227,7 +227,13 @@ def fit(
 
 
 def make_anchor(client: Client, places: Mapping[str, Tensor], strength: float) -> Anchor:
-    """Return an anchor that pulls the client's trainable weights towards these values, by name."""
+    """Return an anchor that pulls a client's trainable weights towards values.
+
+    Args:
+        client: The client.
+        places: The values, by name of the parameter.
+        strength: Weight of the squared distance, see `Anchor`.
+    """
     targets = [
         places[name]
         for name, parameter in client.model.named_parameters()
@@ -243,25 +249,25 @@ def fit_by(
     epochs: int,
     batch_size: int,
     recipe: Recipe,
-    beside: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
+    extras: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
     also: Sequence[nn.Module] = (),
 ) -> None:
-    """Train the client's model, and further modules, by a loss of its images and labels.
+    """Train the client's model, and further modules, by a loss of images and labels.
 
     Args:
         client: The client, whose model is trained in place.
         loss: Called with images as model input, augmented and normalised, with their labels, and
-            with the tensors of `beside`.
+            with the tensors of `extras`.
         epochs: Passes over the client's images.
         batch_size: Images in a step.
         recipe: Optimizer and learning rate.
-        beside: Further arguments of the loss: tensors that are the same in every step, or an
+        extras: Further arguments of the loss: tensors that are the same in every step, or an
             iterator with one sequence of tensors for each step.
         also: Further modules to train.
     """
     data = client.data
     index = index_batches(len(data), batch_size, data.device)
-    extra = beside if isinstance(beside, Iterator) else repeat(beside)
+    extra = extras if isinstance(extras, Iterator) else repeat(extras)
     batches = (
         [data.pixels[chosen], data.labels[chosen], *more]
         for chosen, more in zip(index, extra, strict=False)
@@ -277,10 +283,19 @@ def call_on_images(
     augment: Augment,
     pixels: Tensor,
     labels: Tensor,
-    *beside: Tensor,
+    *extras: Tensor,
 ) -> Any:
-    """Call a loss of images, labels and further tensors with images that are given as bytes."""
-    return loss(prepare_batch(pixels, spec, augment), labels, *beside)
+    """Prepare images given as bytes, then call a loss with them.
+
+    Args:
+        loss: Called with augmented, normalised images, their labels and `extras`.
+        spec: Format of the images.
+        augment: Augmentation of the images.
+        pixels: Images as bytes.
+        labels: Their labels.
+        extras: Further arguments of the loss.
+    """
+    return loss(prepare_batch(pixels, spec, augment), labels, *extras)
 
 
 def cross_entropy(model: Classifier, x: Tensor, labels: Tensor) -> Tensor:
@@ -308,21 +323,24 @@ def alternate(
 
 @dataclass(frozen=True)
 class Subject:
-    """A training objective: data, how they become inputs, and a loss of the network's features."""
+    """A training objective: data, their conversion to inputs, and a feature loss."""
 
     rows: Sequence[Tensor]  # the data, and the targets that the loss needs for them
     show: Callable[[Tensor], Tensor]  # makes inputs of the network from the data
-    judge: Callable[..., Tensor]  # the loss: (features, *targets, *beside) -> value
-    beside: tuple[Tensor, ...] = ()  # further arguments of the loss, the same in every step
+    loss: Callable[..., Tensor]  # the loss: (features, *targets, *extras) -> value
+    extras: tuple[Tensor, ...] = ()  # further arguments of the loss, the same in every step
 
     def batches(self, size: int) -> Iterator[SubjectBatch]:
-        """Yield shuffled batches of rows for ever, with the constant tensors as last targets."""
+        """Yield shuffled batches of rows without end.
+
+        The constant tensors `extras` follow the targets of each batch.
+        """
         for data, *targets in batches([self.rows], size):
-            yield SubjectBatch(data, (*targets, *self.beside))
+            yield SubjectBatch(data, (*targets, *self.extras))
 
 
 def join_subjects(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
-    """Combine several subjects into one course whose batches hold equal parts of each.
+    """Combine several subjects into one course; batches hold equal parts of each.
 
     Batch normalisation then uses statistics of all subjects together. Subjects that alternate would
     each be normalised by their own statistics in training, and by those of none in evaluation.
@@ -333,7 +351,7 @@ def join_subjects(model: Classifier, subjects: Sequence[Subject], size: int) -> 
         size: Size of the whole batch.
     """
     sources = [subject.batches(size // len(subjects)) for subject in subjects]
-    ways = tuple((subject.show, subject.judge) for subject in subjects)
+    ways = tuple((subject.show, subject.loss) for subject in subjects)
     loss = partial(joint_loss, model, ways)
     return loss, ((parts,) for parts in zip(*sources, strict=True))
 
@@ -343,18 +361,18 @@ def joint_loss(
     ways: Sequence[tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]],
     parts: Sequence[SubjectBatch],
 ) -> Tensor:
-    """Return the sum of several subjects' losses, with features from one forward pass.
+    """Return the sum of several subjects' losses; features need one forward pass.
 
     Args:
         model: The model.
-        ways: Each subject's `show` and `judge`.
+        ways: Each subject's `show` and `loss`.
         parts: Each subject's part of the batch.
     """
     inputs = [show(part.data) for (show, _), part in zip(ways, parts, strict=True)]
     features = torch.split(model.features(torch.cat(inputs)), [len(x) for x in inputs])
     losses = [
-        judge(own_features, *part.targets)
-        for (_, judge), own_features, part in zip(ways, features, parts, strict=True)
+        loss(own_features, *part.targets)
+        for (_, loss), own_features, part in zip(ways, features, parts, strict=True)
     ]
     return torch.stack(losses).sum()
 
@@ -369,7 +387,7 @@ def fit_rows(
     epochs: int,
     batch_size: int,
     recipe: Recipe,
-    beside: Iterator[Sequence[Tensor]] | None = None,
+    extras: Iterator[Sequence[Tensor]] | None = None,
 ) -> None:
     """Train a module of the server on rows of some tensors.
 
@@ -377,16 +395,16 @@ def fit_rows(
         server: The server, which reports the progress.
         phase: Name of the progress bar.
         module: The module to train in place.
-        loss: Called with the rows of a batch and the tensors of `beside`.
+        loss: Called with the rows of a batch and the tensors of `extras`.
         rows: Equally long tensors.
         epochs: Passes over the rows.
         batch_size: Rows in a step.
         recipe: Optimizer and learning rate.
-        beside: Further arguments of the loss, one sequence of tensors for each step.
+        extras: Further arguments of the loss, one sequence of tensors for each step.
     """
     trainer = Trainer.of(module.train(), recipe)
     n = len(rows[0])
     steps = server.track(phase, range(epochs * epoch_length(n, batch_size)))
     batches = index_batches(n, batch_size, rows[0].device)
-    for _, chosen, more in zip(steps, batches, beside or repeat(()), strict=False):
+    for _, chosen, more in zip(steps, batches, extras or repeat(()), strict=False):
         trainer.step(loss, *(tensor[chosen] for tensor in rows), *more)

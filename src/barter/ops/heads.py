@@ -75,13 +75,17 @@ def logits_by_heads(model: Classifier, head: State, data: Images) -> tuple[Tenso
 
 
 def remove_ineffective(change: State, model: Classifier) -> State:
-    """Remove from a change of a network's weights the part that no prediction depends on.
+    """Subtract the mean over classes from the change of a head's weights.
 
-    This is the mean over classes of the head's weights, because a softmax ignores what all logits
-    share. Cross entropy does not ask for it. Adam's steps, which have the same size for all
-    weights, add it up nevertheless until it is most of the change of a client that lacks most
-    classes. Classifiers with a hand-written split are left alone, since their use of the head's
-    weights is not known.
+    No prediction depends on this part, because a softmax ignores what all logits share. Cross
+    entropy has no gradient in its direction. Adam's steps, which have the same size for all
+    weights, nevertheless add it up until it is most of the change of a client that lacks most
+    classes. Classifiers with a hand-written split are returned unchanged, since their use of the
+    head's weights is not known.
+
+    Args:
+        change: Difference of two states of the network; only "head.weight" changes.
+        model: The network.
     """
     if not isinstance(model, SplitClassifier):
         return change

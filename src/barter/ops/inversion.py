@@ -44,14 +44,14 @@ class Viewer(NamedTuple):
 
 
 class CodeBatch(NamedTuple):
-    """A batch of one viewer's codes, with the embeddings that they were computed from."""
+    """A batch of one viewer's codes, with the embeddings they were computed from."""
 
     codes: Tensor
     embeddings: Tensor
 
 
 class Terms(NamedTuple):
-    """Loss terms of the decoder beside the reconstruction of the codes."""
+    """Loss terms of the decoder in addition to the reconstruction of the codes."""
 
     logits: bool = False  # match the logits of the image with those of the embedding
     differ: Discrepancy = "none"  # maximise the discrepancy between the viewer and another network
@@ -76,7 +76,7 @@ def fit_decoder(
     schedule: Schedule,
     terms: Terms,
 ) -> tuple[State, float]:
-    """Train a decoder such that every viewer maps the images of its codes back to them.
+    """Train a decoder whose images every viewer maps back to their codes.
 
     Args:
         server: The server, whose device and image format are used.
@@ -189,7 +189,7 @@ def inversion_loss(
     embeddings: Sequence[Tensor],
     terms: Terms,
 ) -> tuple[Tensor, Tensor]:
-    """Return the inversion loss of all viewers with the further terms, and without them.
+    """Return the inversion loss of all viewers with further terms, and without.
 
     The loss without further terms is the mean squared error between each code and what its viewer
     recovers from the image.

@@ -1,4 +1,4 @@
-"""Modules that a party trains beside its network, and remembers from round to round."""
+"""Modules that a party trains in addition to its network and keeps over rounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def restore_module(party: Server | Client, name: Hashable, module: M, state: Sta
 
 
 def copy_state(module: nn.Module) -> State:
-    """Return a copy of a module's state, which a party can remember while training goes on."""
+    """Return a copy of a module's state that further training does not change."""
     return isolate(dict(module.state_dict()))
 
 

@@ -69,7 +69,7 @@ def fit_privately(
             noises = torch.split(flat_noise, sizes)
             for parameter, gradient, noise in zip(trained.values(), gradients, noises, strict=True):
                 # In double precision, and rounded once: noise that is rounded before it is added
-                # has fewer values, by which sums can be told apart.
+                # takes fewer values, which would reveal the sum's last bits.
                 noisy = (gradient.double() + noise.view_as(parameter)) / (rate * len(data))
                 # empty_like gives the gradient the memory format of the parameter.
                 parameter.grad = torch.empty_like(parameter).copy_(noisy)

@@ -1,4 +1,4 @@
-"""Class means of features (prototypes) or of predictions, of one client or of several."""
+"""Class means of features (prototypes) or predictions, per client or over many."""
 
 from __future__ import annotations
 
@@ -82,8 +82,7 @@ def select_trusted_tables(
 ) -> list[ByClass]:
     """Return the clients' tables without those that the run's defence leaves out.
 
-    A client is judged by all of its vectors: by their distances from those of other clients for the
-    same classes.
+    The defence compares all of a client's vectors with those of other clients for the same classes.
     """
     kept = list(tables.values())
     if not robust.active().defends(kind):

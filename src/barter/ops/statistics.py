@@ -1,4 +1,4 @@
-"""Statistics of activations: recompute those of batch normalisation, compare, whiten."""
+"""Statistics of activations: renew those of batch norm, compare, whiten."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def _norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def norm_names(model: nn.Module) -> set[str]:
-    """Return the state names of all batch normalisation: weights, biases, statistics, counters."""
+    """Return the names of all batch-norm tensors in a state.
+
+    These are weights, biases, running statistics and counters.
+    """
     names = set()
     for prefix, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):
@@ -85,9 +88,13 @@ def renew_statistics(model: Classifier, data: Images, batch_size: int) -> None:
 
 @torch.no_grad()
 def renew_statistics_from(model: Classifier, batches: Iterable[Tensor]) -> None:
-    """Replace the running statistics by the mean over these batches of normalised images.
+    """Replace batch-norm running statistics by their mean over batches.
 
-    The model is left in evaluation mode.
+    Every batch has the same weight. The model is left in evaluation mode.
+
+    Args:
+        model: The model.
+        batches: Batches of normalised images.
     """
     norms = _norms(model)
     momenta = [layer.momentum for layer in norms]
@@ -109,7 +116,10 @@ def renew_statistics_from(model: Classifier, batches: Iterable[Tensor]) -> None:
 
 @contextmanager
 def normalise_by_batch(model: nn.Module) -> Iterator[None]:
-    """Normalise by the batch in training mode without updating running statistics, inside."""
+    """Keep batch-norm running statistics unchanged inside the block.
+
+    In training mode, layers normalise by the batch as usual.
+    """
     norms = _norms(model)
     for layer in norms:
         layer.track_running_stats = False
@@ -121,7 +131,7 @@ def normalise_by_batch(model: nn.Module) -> Iterator[None]:
 
 
 def renew_batches(n_images: int, batch_size: int) -> int:
-    """Return the number of batches in which `renew_statistics` passes over the images."""
+    """Return the number of batches of `renew_statistics` for a number of images."""
     return max(1, n_images // batch_size)
 
 
@@ -154,11 +164,12 @@ def replace_statistics(state: Mapping[str, Tensor], statistics: Statistics) -> S
 
 
 def combine_statistics(parts: Sequence[Statistics], batches: Sequence[int]) -> Statistics:
-    """Combine the statistics of several parties into those of one pass over all their batches.
+    """Combine several parties' statistics into those of one pass over all batches.
 
-    `renew_statistics` gives every batch the same weight, and a batch in training mode is normalised by itself.
-    A party's statistics therefore do not depend on the others' batches, and the mean weighted by
-    the numbers of batches is exact.
+    `renew_statistics` gives every batch the same weight, and a batch in training mode is normalised
+    by itself. A party's statistics therefore do not depend on the others' batches, and the mean
+    weighted by the numbers of batches is exact. A run with a defence on states uses its robust
+    aggregate instead.
 
     Args:
         parts: The statistics of the same weights at each party.
@@ -212,7 +223,9 @@ def compare_statistics(model: nn.Module, weights: Tensor | None = None) -> Itera
 
 
 def whitening_transform(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Return the mean of the rows, and the symmetric matrix that whitens them once centred.
+    """Return the mean of the rows, and the symmetric matrix that whitens them.
+
+    The whitened rows are `(x - mean) @ matrix`.
 
     Args:
         x: The rows.

@@ -1,4 +1,4 @@
-"""Submodels by width: choose a client's channels, extract them, and aggregate the results.
+"""Submodels by width: choose channels, extract them, aggregate the results.
 
 The channels that are kept of a layer depend on nothing but its width. So consecutive layers, and
 those that write to one residual stream, agree without an analysis of the network's graph.
@@ -40,10 +40,10 @@ SubmodelIndices: TypeAlias = dict[str, tuple[Tensor, ...]]
 
 
 def width_budget(client: int, clients: int, rho: int, sigma: int) -> float:
-    """Return client i's fraction of the width, R_i = (1/2)^min(σ, ⌊ρ i / N⌋) for i = 1 .. N.
+    """Return a client's fraction of the width, R_i = (1/2)^min(σ, ⌊ρ i / N⌋).
 
     Args:
-        client: Index of the client, from 0.
+        client: Index of the client, from 0; i = client + 1.
         clients: N, the number of clients.
         rho: ρ, the number of halvings that the last client would have without σ.
         sigma: σ, the largest number of halvings.
@@ -70,7 +70,7 @@ def kept_channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
 def submodel_indices(
     full: Mapping[str, Tensor], part: Mapping[str, Tensor], rule: Extraction, t: int
 ) -> SubmodelIndices:
-    """Return the indices at which a submodel's entries stand in the full network's state.
+    """Return where the entries of a submodel stand in the full network's state.
 
     States list tensors layer by layer, with outputs along the first axis. The inputs of a linear
     layer may be channels times positions; all positions of a channel are then kept together.
@@ -109,7 +109,15 @@ def submodel_indices(
 
 
 def _grid(along: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Reshape the indices of each axis so that together they address a block of a tensor."""
+    """Return indices that address a block of a tensor, from one index per axis.
+
+    Args:
+        along: For each axis, the indices that the block covers.
+        device: Device of the result.
+
+    Returns:
+        The same indices, shaped so that `tensor[result]` is the block.
+    """
     return tuple(
         index.to(device).view([-1 if axis == other else 1 for other in range(len(along))])
         for axis, index in enumerate(along)
@@ -131,7 +139,9 @@ def average_submodels(
     owned: Mapping[int, Tensor] | None = None,
     head: frozenset[str] = frozenset(),
 ) -> State:
-    """Average submodels entry by entry over the clients that hold an entry (Eq. 1 of DFRD).
+    """Average submodels entry by entry over the clients with the entry (DFRD, Eq. 1).
+
+    A run with a defence on states uses its robust aggregate instead of the mean.
 
     Args:
         full: State of the full network; entries that no client holds keep their values.
@@ -169,7 +179,10 @@ def _defended(
     owned: Mapping[int, Tensor] | None,
     head: frozenset[str],
 ) -> State:
-    """Aggregate submodels by the run's defence, entry by entry over the clients that hold it."""
+    """Aggregate submodels by the run's defence, entry by entry.
+
+    Only clients that hold an entry take part in it. The arguments are those of `average_submodels`.
+    """
     all_rows = []
     all_weights = []
     for name, old in full.items():
@@ -201,7 +214,9 @@ def head_names(model: nn.Module) -> frozenset[str]:
 
 
 def verify_submodel(full: Classifier, part: Classifier, spec: Spec) -> None:
-    """Raise unless a submodel computes what the full network does with all other weights zero.
+    """Check that a submodel computes what the full network does with masked weights.
+
+    The weights outside of the submodel are zero in the full network.
 
     Args:
         full: The full network.
@@ -237,7 +252,11 @@ def verify_submodel(full: Classifier, part: Classifier, spec: Spec) -> None:
 
 
 def _random_values(tensor: Tensor) -> Tensor:
-    """Return random values that tell channels apart; those of a new network may all be 0 or 1."""
+    """Return random values of a tensor's shape that differ from channel to channel.
+
+    The values of a new network may all be 0 or 1, which would hide mixed-up channels. Integers are
+    returned unchanged.
+    """
     if tensor.ndim > 1:
         return torch.randn_like(tensor).div(tensor[0].numel() ** 0.5)
     return tensor + torch.rand_like(tensor) if tensor.is_floating_point() else tensor

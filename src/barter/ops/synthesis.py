@@ -1,4 +1,4 @@
-"""Data-free distillation: train a generator against networks, and a student on its images."""
+"""Data-free distillation: a generator of images, and a student trained on them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ __all__ = [
     "build_ensemble",
     "collapse_remarks",
     "diversity",
-    "duel",
     "fidelity",
     "fidelity_by_label",
     "generate_from_codes",
@@ -51,6 +50,7 @@ __all__ = [
     "spectrum",
     "store_generator",
     "to_network_input",
+    "train_alternately",
     "usefulness",
     "variety",
     "within_range",
@@ -67,11 +67,16 @@ class Artist(Server):
 
 
 def joint_prediction(predictions: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of predictions, or their aggregate by the run's defence.
+    """Return the weighted sum of predictions, or their robust aggregate.
+
+    The run's defence on logits decides which.
 
     Args:
         predictions: Logits or probabilities (clients, images, classes).
         weights: Weight of each client for each image (clients, images).
+
+    Returns:
+        Joint predictions (images, classes).
     """
     if robust.active().defends("logits"):
         return robust.aggregate(predictions, "logits", weights[:, :, None])
@@ -97,15 +102,17 @@ class Ensemble(nn.Module):
         return joint_prediction(self.logits_by_model(x), weights)
 
     def logits_and_distance(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ensemble's logits, and how far images are from the models' running statistics.
+        """Return the ensemble's logits, and the images' distance from batch statistics.
 
-        The distance is DeepInversion's. To each client an image counts by the weight of its label:
-        if labels are sampled as often as they occur, every client judges images in proportion to
-        its own.
+        The distance is DeepInversion's, from the running statistics of each model's batch
+        normalisation. An image counts in a model's distance by the client's weight for its label.
 
         Args:
             x: Normalised images.
             weights: Weight of each client for each image (clients, images).
+
+        Returns:
+            Logits (images, classes), and a scalar.
         """
 
         def inspect(model: nn.Module, image_weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +130,7 @@ class Ensemble(nn.Module):
 
 
 class Teacher(TypedDict):
-    """A client's model, and the number of images of each class that it was trained on."""
+    """A client's model, and its number of training images of each class."""
 
     weights: State
     counts: Annotated[Tensor, Counts("classes")]
@@ -142,7 +149,7 @@ def build_ensemble(server: Server, weights: Mapping[int, State]) -> Ensemble:
 
 
 def server_generator(server: Artist, width: int) -> Decoder:
-    """Return the server's generator in training mode, with the weights of the last round.
+    """Return the server's generator, in training mode, with its last weights.
 
     Args:
         server: The server.
@@ -153,7 +160,7 @@ def server_generator(server: Artist, width: int) -> Decoder:
 
 
 def generate_from_codes(generator: Decoder, codes: Tensor, spec: Spec) -> Tensor:
-    """Generate the images of codes (images, width), in the size of the networks' inputs."""
+    """Generate the images of codes (images, width), in the networks' input size."""
     return resize_images(generator(codes[:, None]), spec)
 
 
@@ -166,9 +173,13 @@ def label_codes(z: Tensor, y: Tensor, classes: int) -> Tensor:
 def store_generator(
     server: Artist, generator: Decoder, codes: Tensor, y: Tensor | None = None
 ) -> None:
-    """Store the generator at the server, and report how varied its images of these codes are.
+    """Store the generator at the server, and report the variety of its images.
 
-    Without labels, the class of an image is the prediction of the server's model.
+    Args:
+        server: The server, whose `generator` and `report` are updated.
+        generator: The generator.
+        codes: Codes of the images by which variety is measured.
+        y: Labels of the codes; if None, the predictions of the server's model.
     """
     server.generator = copy_state(generator)
     x = generate_from_codes(generator, codes, server.spec)
@@ -179,7 +190,7 @@ def store_generator(
 def images_for_display(
     party: Node, codes: Tensor, y: Tensor | None, wanted: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return labels and images of these codes for display, or None without a generator.
+    """Return labels and images of codes for display; None without a generator.
 
     Args:
         party: The party; only an `Artist` has a generator.
@@ -196,19 +207,22 @@ def images_for_display(
 
 
 def fidelity(ensemble: Tensor, y: Tensor) -> Tensor:
-    """Return L_fid: the cross entropy of the ensemble's logits with the images' labels."""
+    """Return L_fid: cross entropy of the ensemble's logits with the labels."""
     return F.cross_entropy(ensemble, y)
 
 
-def fidelity_by_label(said: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-    """Return the cross entropy of each client's logits, weighted by how well it knows the label.
+def fidelity_by_label(logits: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    """Return the clients' cross entropy, weighted by how well they know a label.
 
     Args:
-        said: Logits (clients, images, classes).
+        logits: Logits (clients, images, classes).
         y: Labels of the images.
         weights: Weights (clients, images).
+
+    Returns:
+        The sum over clients, averaged over images.
     """
-    losses = F.cross_entropy(said.flatten(0, 1), y.repeat(len(said)), reduction="none")
+    losses = F.cross_entropy(logits.flatten(0, 1), y.repeat(len(logits)), reduction="none")
     return (weights * losses.view_as(weights)).sum(0).mean()
 
 
@@ -237,9 +251,13 @@ def diversity(x: Tensor, h: Tensor, y: Tensor | None = None, *, norm: int = 2) -
 
 
 def spectrum(x: Tensor) -> Tensor:
-    """Return mean and standard deviation of the images' cosine transform, lowest frequency first.
+    """Return mean and standard deviation of the images' cosine transform.
 
-    The result is (2, channels, height, width).
+    Args:
+        x: Images (images, channels, height, width).
+
+    Returns:
+        A tensor (2, channels, height, width), lowest frequency first.
     """
     height, width = x.shape[-2:]
     vertical = waves(height, height, x.device)
@@ -288,7 +306,7 @@ def within_range(x: Tensor, spec: Spec) -> Tensor:
 
 
 def usefulness(ensemble: Tensor, student: Tensor, y: Tensor, rule: Rule) -> Tensor:
-    """Return 1 for images that are worth more training, otherwise 0 (ε of DFRD's Eq. 3).
+    """Return 1 for images worth more training, otherwise 0 (ε of DFRD's Eq. 3).
 
     Args:
         ensemble: The ensemble's logits.
@@ -316,19 +334,19 @@ def label_weights(counts: Tensor) -> tuple[Tensor, Tensor]:
     return class_shares(counts) * (total > 0), total / total.sum()
 
 
-def to_network_input(drawn: Tensor, spec: Spec, output: Output) -> Tensor:
+def to_network_input(images: Tensor, spec: Spec, output: Output) -> Tensor:
     """Convert images between -1 and 1 to inputs of the networks.
 
     Args:
-        drawn: The images.
+        images: The images.
         spec: Format of the inputs.
         output: "matched" brings them to the range of normalised data, "tanh" leaves them as they
             are.
     """
     if output == "tanh":
-        return drawn
-    mean, std = channel_statistics(spec, drawn.device)
-    return ((drawn + 1) / 2 - mean) / std
+        return images
+    mean, std = channel_statistics(spec, images.device)
+    return ((images + 1) / 2 - mean) / std
 
 
 def variety(x: Tensor, y: Tensor) -> dict[str, float]:
@@ -398,7 +416,7 @@ class Player:
     steps: int  # consecutive steps in each turn
 
 
-def duel(
+def train_alternately(
     server: Server,
     generator: Player,
     student: Player,

@@ -1,4 +1,4 @@
-"""Views of an image: the full image and its parts, all resized to the full image's size."""
+"""Views of an image: itself and its parts, all in the full image's size."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parts_per_side(parts: int, spec: Spec) -> int:
 
 
 def count_views(parts: int) -> int:
-    """Return the number of views: the full image, and `parts` by `parts` parts row by row."""
+    """Return the number of views: the full image and `parts` x `parts` parts."""
     return 1 + parts**2
 
 
@@ -70,7 +70,7 @@ def select_view(values: Tensor, views: Tensor) -> Tensor:
 
 
 def extract_views(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tensor:
-    """Return one view of each image in the size of the networks' inputs; differentiable.
+    """Return one view of each image, in the networks' input size; differentiable.
 
     Args:
         images: The images.
@@ -97,7 +97,9 @@ def extract_views(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tens
 
 
 def embed_all_views(model: Classifier, data: Images, index: Tensor, parts: int) -> Tensor:
-    """Return a network's features of each image (images, views, features), the full image first.
+    """Return a network's features of all views (images, views, features).
+
+    The full image is the first view.
 
     Args:
         model: The network, which is put into evaluation mode.

@@ -14,7 +14,16 @@ DirectionKind: TypeAlias = Literal["sphere", "gaussian"]
 
 
 def waves(size: int, count: int, device: torch.device) -> Tensor:
-    """Return the lowest frequencies of the cosine transform (size, count), orthonormal."""
+    """Return the lowest frequencies of the cosine transform, as orthonormal columns.
+
+    Args:
+        size: Length of each column.
+        count: Number of frequencies, from 0.
+        device: Device of the result.
+
+    Returns:
+        A matrix (size, count).
+    """
     positions = (torch.arange(size, device=device) + 0.5) / size
     rows: Tensor = torch.cos(math.pi * positions[:, None] * torch.arange(count, device=device))
     unit: Tensor = rows / rows.norm(dim=0)
@@ -30,9 +39,12 @@ def sample_directions(
         x: The batch.
         q: Number of directions.
         kind: On the unit sphere, or Gaussian.
-        frequencies: Use so many of the lowest frequencies along each side; None uses all. In a
+        frequencies: Number of lowest frequencies to use along each side; None uses all. In a
             space of few dimensions, few directions give a better estimate, and fine patterns that
             only fool a network are left out (low-frequency perturbations, Guo et al. 2019).
+
+    Returns:
+        Directions (q, *x.shape).
     """
     if frequencies is None:
         u = torch.randn(q, *x.shape, device=x.device)

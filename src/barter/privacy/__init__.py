@@ -1,4 +1,4 @@
-"""Differential privacy: protect answers before they leave a client, and account for the cost."""
+"""Differential privacy: protect clients' answers and account for the cost."""
 
 from __future__ import annotations
 

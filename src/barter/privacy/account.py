@@ -55,7 +55,10 @@ class PureRelease:
 
 @dataclass(frozen=True)
 class SampledRelease:
-    """A step of DP-SGD: Poisson sampling with `rate`, noise of `noise` times C on the sum."""
+    """A step of DP-SGD: Poisson sampling with `rate`, noise on the sum.
+
+    The noise has `noise` times the clipping norm C as its standard deviation.
+    """
 
     noise: float
     rate: float
@@ -91,7 +94,12 @@ def composed_epsilon(releases: Releases, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _composed_epsilon(releases: frozenset[tuple[Release, int]], delta: float) -> float:
-    """Return ε of a set of releases; Gaussian ones alone have a closed form."""
+    """Return ε of all releases together at δ; only Gaussian ones have a closed form.
+
+    Args:
+        releases: Kinds of releases and how often each happened.
+        delta: δ, the probability that ε does not hold.
+    """
     squares = [
         count * (2 / r.noise) ** 2 for r, count in releases if isinstance(r, GaussianRelease)
     ]
@@ -127,7 +135,7 @@ def _root(function: Callable[[float], float], least: float, most: float, *, xtol
 def calibrate_noise(
     epsilon: float, delta: float, count: int, others: Releases | None = None
 ) -> float:
-    """Return the smallest noise multiplier with which Gaussian releases stay within ε.
+    """Return the least noise multiplier with which Gaussian releases stay within ε.
 
     Args:
         epsilon: ε of all releases together.
@@ -213,14 +221,16 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     """Return ε of a Gaussian mechanism whose means are μ standard deviations apart."""
     if mu == 0 or _log_delta(0.0, mu) <= math.log(delta):
         return 0.0
-    largest = mu * (mu / 2 - float(ndtri(delta)))  # An upper bound: here the first term alone is δ.
+    largest = mu * (mu / 2 - float(ndtri(delta)))  # An upper bound: here the first term equals δ.
     if mu > HUGE:
         return largest
     return _root(lambda e: _log_delta(e, mu) - math.log(delta), 0.0, largest, xtol=1e-12)
 
 
 def _by_distribution(mu: float, others: Releases, delta: float) -> float:
-    """Return ε by composing privacy loss distributions, rounded up, with Google's accountant.
+    """Return ε by composing privacy loss distributions, rounded up.
+
+    Google's accountant composes them.
 
     Args:
         mu: μ of all Gaussian releases together.

@@ -1,4 +1,6 @@
-"""Read from return types which parts of an answer have a shape that private images can change.
+"""Find the parts of answers whose shape private images can change.
+
+Return types say it.
 
 Noise changes numbers, not how many there are. If an answer has a row for each class that a client
 holds, the number of rows reveals the number of these classes, however much noise is added.
@@ -48,7 +50,7 @@ Names = frozenset[str]
 def parts_shaped_by_images(
     algorithm: Algorithm[Any, Any], parts: Mapping[str, list[str]]
 ) -> set[str]:
-    """Return the parts whose shape no contract fixes, and the methods that have such parts.
+    """Return parts whose shape no contract fixes, and methods with such parts.
 
     For a part in the algorithm's `tells`, the declared dependence on an image is complete, so its
     shape counts as fixed.
@@ -96,7 +98,7 @@ def unsent_parts(algorithm: Algorithm[Any, Any], methods: Iterable[str]) -> set[
 
 
 def blanks(algorithm: Algorithm[Any, Any], method: str) -> dict[str, Callable[[Any], Any]]:
-    """Return how to blank those parts of an answer for which zero breaks the contract.
+    """Return how to blank the parts of an answer for which zeros are not valid.
 
     Such are classes, which are all different, and counts with a given sum.
 
@@ -118,7 +120,7 @@ def blanks(algorithm: Algorithm[Any, Any], method: str) -> dict[str, Callable[[A
 
 
 def words(algorithm: Algorithm[Any, Any], method: str) -> list[str]:
-    """Return the keys of an answer that hold words, which nothing but themselves can stand for."""
+    """Return the keys of an answer that hold strings, which cannot be blanked."""
     parts = _fields(algorithm, method)
     return [key for key, part in parts.items() if isinstance(part, WordSchema)]
 
@@ -214,7 +216,7 @@ def _sizes(schema: Schema) -> Iterator[str]:
 
 
 def _is_fixed(schema: Schema, known: Names) -> bool:
-    """Return whether all values with this schema have the same shape, given the known sizes."""
+    """Return whether all values of a schema have one shape, given known sizes."""
     if schema.optional and not schema.when:
         return False
     known |= {named.name for named in schema.names}

@@ -50,7 +50,11 @@ class Paper(Mechanism):
 
     @torch.no_grad()
     def reach(self, context: ReleaseContext) -> float:
-        """Return the largest change of an embedding when a random pixel gets a random value."""
+        """Return the largest change of an embedding when one pixel changes.
+
+        A random pixel of each of up to `images` images gets a random value. The change is a
+        Euclidean distance.
+        """
         data = context.client.data
         model = context.client.model
         count = min(self.images, len(data))

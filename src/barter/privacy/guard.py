@@ -1,4 +1,4 @@
-"""The guard of a client: protects answers, accounts for them, and enforces the budget."""
+"""The guard of a client: protects answers, and enforces the privacy budget."""
 
 from __future__ import annotations
 
@@ -74,9 +74,10 @@ class Guard:
         return secrets.randbits(62) if self.secret and self.promised else known
 
     def copy_arguments(self, method: str, arguments: Payload) -> Payload:
-        """Return a copy of a method's arguments if a mechanism clips the change since then.
+        """Return a copy of a method's arguments if a mechanism clips the change to them.
 
-        A copy is needed because the method may modify its arguments.
+        A copy is needed because the method may modify its arguments. Otherwise, the result is
+        empty.
 
         Raises:
             PrivacyError: If the algorithm does not declare this method.
@@ -139,7 +140,7 @@ class Guard:
         return epsilon(self._described(released), self.plan.privacy.delta)
 
     def _described(self, released: Account) -> dict[str, int]:
-        """Return an account in which releases that were counted by name have their description.
+        """Return an account that counts releases by description, not by name.
 
         Checkpoints of older versions count by name. The settings of a run in one process cannot
         change, so its own mechanism is the one that was used. A site cannot know that: there, such
@@ -186,7 +187,7 @@ class Guard:
     def protect(
         self, client: Client, method: str, answer: Payload, arguments: Payload, stream: int
     ) -> Payload:
-        """Return the protected answer that leaves the client, and charge the budget for it.
+        """Return the protected answer that leaves the client; charge the budget.
 
         Args:
             client: The client that answers.
@@ -236,7 +237,7 @@ class Guard:
         them to make sense of the others.
         """
         method, _, key = name.partition(".")
-        keys = [key] if mechanism.beside is None else [key, mechanism.beside]
+        keys = [key] if mechanism.second_key is None else [key, mechanism.second_key]
         found = [take_part(answer, key) for key in keys]
         if not all(found):
             missing = next(key for key, values in zip(keys, found, strict=True) if not values)

@@ -1,4 +1,4 @@
-"""A site's ledger: every release of every run, with the mechanism that protected it.
+"""A site's ledger: every release of every run, and how it was protected.
 
 The ledger is a file of JSON lines that only grows. Two kinds of lines exist. A run begins with its
 configuration, which it must keep:
@@ -100,7 +100,7 @@ class Ledger:
         return sorted(self.memory.glob(f"*/{FORMER_FILE}")) if self.memory is not None else []
 
     def bind(self, run: str, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Bind a run to a configuration, if it is not bound yet; return the one it is bound to.
+        """Bind a run to a configuration, unless it is bound; return its configuration.
 
         Args:
             run: The run's id.
@@ -145,7 +145,10 @@ class Ledger:
             self._append({"run": run, **about, "releases": dict(releases)})
 
     def _lines(self) -> list[bytes]:
-        """Return the complete lines."""
+        """Return the complete lines of the file.
+
+        A line that is still being written is left out.
+        """
         if not self.path.exists():
             return []
         try:
@@ -204,7 +207,7 @@ def _add_line(runs: dict[str, RunAccount], line: Mapping[str, Any]) -> None:
 
 
 def ledger_file(path: Path) -> Path:
-    """Return the ledger at a path: the file itself, or that of a site's folder or its memory.
+    """Return the ledger at a path: a file, a site's folder, or its memory's folder.
 
     Raises:
         CheckpointError: If there is none.

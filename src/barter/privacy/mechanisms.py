@@ -56,7 +56,7 @@ class ReleaseContext:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Base class of mechanisms: a frozen dataclass of options, applied to parts of answers."""
+    """Base of mechanisms: frozen dataclasses of options, applied to answers' parts."""
 
     name: ClassVar[str]  # the name in a configuration
 
@@ -69,8 +69,8 @@ class Mechanism:
         return False
 
     @property
-    def beside(self) -> str | None:
-        """The key of a second part of the same answer that it covers too, or None."""
+    def second_key(self) -> str | None:
+        """Return the key of a second part of the answer that it covers too, or None."""
         return None
 
     def protects(self, labels: bool, first: bool) -> bool:
@@ -78,7 +78,7 @@ class Mechanism:
 
         Args:
             labels: Whether the values are labels, and not floats.
-            first: Whether they are in its first part, and not in the second (see `beside`).
+            first: Whether they are in its first part, and not in the second (see `second_key`).
         """
         return labels != first
 
@@ -89,7 +89,7 @@ class Mechanism:
 
     @property
     def blanks(self) -> bool:
-        """Return whether values that are not floats are replaced by zero, or by an empty value."""
+        """Return whether values other than floats are replaced by zero or emptied."""
         return False
 
     def release(self) -> Release | None:
@@ -100,7 +100,7 @@ class Mechanism:
         return None
 
     def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
-        """Return the protected values that leave the client.
+        """Return the protected values that leave the client; subclasses implement it.
 
         Args:
             values: The values of the parts that the mechanism covers.
@@ -304,7 +304,7 @@ class Withhold(Mechanism):
 
 @dataclass(frozen=True)
 class ClassMeans(Mechanism):
-    """Release noisy class means in place of rows; labels follow the noisy class sizes.
+    """Noisy class means instead of rows; labels follow the noisy class sizes.
 
     Replacing an image changes the clipped sums of classes and their sizes, in units of C, by at most
     2 C together: by 2 C within a class, by C √2 and C √2 from one class to another.
@@ -321,7 +321,7 @@ class ClassMeans(Mechanism):
         return True
 
     @property
-    def beside(self) -> str:
+    def second_key(self) -> str:
         return self.labels
 
     def release(self) -> Release:
@@ -329,7 +329,16 @@ class ClassMeans(Mechanism):
         return account.GaussianRelease(self.noise)
 
     def sums(self, rows: Tensor, labels: Tensor, classes: int) -> Tensor:
-        """Return for each class the sum of its clipped rows and, as last column, C times its size."""
+        """Return each class's sum of clipped rows and, as last column, C times its size.
+
+        Args:
+            rows: Rows (images, width).
+            labels: Label of each row.
+            classes: Number of classes.
+
+        Returns:
+            A tensor (classes, width + 1).
+        """
         clipped = Gaussian(self.clip).clip_rows(rows)
         with_size = torch.cat([clipped, torch.full_like(clipped[:, :1], self.clip)], 1)
         zeros = with_size.new_zeros(classes, with_size.shape[1])
@@ -359,22 +368,24 @@ def _labels_by_size(sizes: Tensor, count: int) -> Tensor:
     return torch.searchsorted(ends.double(), positions).clamp(max=len(sizes) - 1)
 
 
-def as_rows(value: Payload, who: str) -> Tensor:
+def as_rows(value: Payload, mechanism: str) -> Tensor:
     """Return a value that is a float tensor with rows.
 
     Args:
         value: The value.
-        who: The mechanism that needs rows, for messages.
+        mechanism: The mechanism that needs rows, for messages.
 
     Raises:
         ConfigError: If it is anything else.
     """
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim):
-        raise ConfigError(f"{who}: it needs a tensor of decimal numbers with a row for each image")
+        raise ConfigError(
+            f"{mechanism}: it needs a tensor of decimal numbers with a row for each image"
+        )
     return value.detach()
 
 
-def _labels(value: Payload, classes: int, who: str) -> Tensor:
+def _labels(value: Payload, classes: int, mechanism: str) -> Tensor:
     """Return a value that is a vector of valid labels; raise ConfigError otherwise."""
     if (
         not isinstance(value, Tensor)
@@ -382,11 +393,11 @@ def _labels(value: Payload, classes: int, who: str) -> Tensor:
         or value.dtype == torch.bool
         or value.ndim != 1
     ):
-        raise ConfigError(f"{who}: it needs a label for each image, whole numbers")
+        raise ConfigError(f"{mechanism}: it needs a label for each image, whole numbers")
     labels = value.detach().long().cpu()
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise ConfigError(
-            f"{who}: labels are from 0 to {classes - 1}, these from {labels.min()} to {labels.max()}"
+            f"{mechanism}: labels are from 0 to {classes - 1}, these from {labels.min()} to {labels.max()}"
         )
     return labels
 

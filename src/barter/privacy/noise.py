@@ -24,7 +24,7 @@ class Source(Protocol):
 
 
 class Seeded:
-    """Reproducible noise. It protects nothing from a party that knows the seed and subtracts it."""
+    """Reproducible noise; a party that knows the seed can subtract it."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The parts of a method's answer: the keys of its annotated TypedDict, or the answer as a whole."""
+"""The parts of a method's answer: the keys of its TypedDict, or all of it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ __all__ = [
 
 
 def answer_parts(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
-    """Return the parts of each method's answer, as METHOD.KEY, or METHOD for an answer without keys.
+    """Return the parts of each method's answer.
 
-    Methods that return nothing are left out.
+    A part is METHOD.KEY, or METHOD for an answer without keys. Methods that return nothing are left
+    out.
     """
     parts: dict[str, list[str]] = {}
     for method in getattr(type(algorithm), "crosses", {}):
@@ -33,18 +34,21 @@ def answer_parts(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
 
 
 def answer_fields(answer: Schema) -> Mapping[str, Schema]:
-    """Return the keys of the first TypedDict in an answer with their types; empty without one."""
+    """Return the keys of an answer's first TypedDict with their types, if any."""
     record = find_record(answer)
     return {} if record is None else record.fields
 
 
 def expand_part(part: str, parts: Mapping[str, list[str]]) -> list[str]:
-    """Return the parts that a name stands for: the part itself, or all parts of a method."""
+    """Return the parts that a name means: itself, or all parts of a method."""
     return parts.get(part, [part])
 
 
 def take_part(answer: Payload, key: str) -> list[Payload]:
-    """Return the values of a key in an answer, or in each entry of a list; all of it without a key."""
+    """Return the values of a key in an answer, or in each entry of a list.
+
+    Without a key, the only value is the whole answer.
+    """
     if not key:
         return [answer]
     if isinstance(answer, list):

@@ -1,4 +1,4 @@
-"""Describe releases so that each is priced by what it was, whatever the settings are by now.
+"""Describe releases so that their price does not depend on later settings.
 
 An account maps the description of a release to how often it happened. A description is
 `PART: MECHANISM` with all options, such as `client_update: gaussian clip=5.0 noise=3.7`. A step of
@@ -122,7 +122,10 @@ def describe_step(clip: float, noise: float, rate: float) -> str:
 
 
 def step_noise(account: Account) -> float | None:
-    """Return the noise multiplier of the first steps of private training; None without steps."""
+    """Return the noise multiplier of private training; None without steps.
+
+    With several kinds of steps, it is that of the first.
+    """
     for text in account:
         description = Description.read(text)
         price = description.price()
@@ -159,7 +162,9 @@ def total_epsilon(account: Account, delta: float) -> float:
 
 
 def protected_epsilon(account: Account, delta: float) -> float:
-    """Return ε of the protected parts together, which is no guarantee if others left beside them.
+    """Return ε of the protected parts together.
+
+    It is no guarantee if other parts were released too.
 
     Args:
         account: The releases.

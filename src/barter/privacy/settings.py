@@ -1,4 +1,4 @@
-"""The table [privacy] of a configuration: which parts of answers are protected, and how."""
+"""The table [privacy]: which parts of answers are protected, and how."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _tidy(noise: float) -> float:
 
 
 class Plan:
-    """The privacy settings applied to an algorithm: the mechanism of each part, and their cost.
+    """Privacy settings applied to an algorithm: the mechanism of each part.
 
     Raises:
         ConfigError: If a mechanism does not fit its part, or a part is protected twice.
@@ -251,8 +251,8 @@ class Plan:
                 f"privacy.parts: {title} sends no {name!r}: {did_you_mean(name, sent)}"
             )
         wanted = [name]
-        if mechanism.beside is not None:
-            wanted.append(f"{name.partition('.')[0]}.{mechanism.beside}")
+        if mechanism.second_key is not None:
+            wanted.append(f"{name.partition('.')[0]}.{mechanism.second_key}")
         needs_rows = mechanism.needs_rows or getattr(mechanism, "each", None) == "image"
         for part in wanted:
             if part not in sent:
@@ -359,7 +359,7 @@ class Plan:
         return describe_part(name, self.mechanisms[name], next(filter(None, assumptions), ""))
 
     def unprotected_parts(self, parts: Iterable[str]) -> list[str]:
-        """Return those of an answer's parts that no mechanism covers and that reveal something."""
+        """Return the parts that reveal something and that no mechanism covers."""
         if self.training is not None:
             return []
         return [
@@ -372,7 +372,7 @@ class Plan:
         return [key for part in harmless if (key := part.partition(".")[2])]
 
     def of(self, method: str) -> dict[str, Mechanism]:
-        """Return the mechanisms for a method's answers, by part."""
+        """Return the mechanisms that protect a method's answers: part -> mechanism."""
         return {part: m for part, m in self.mechanisms.items() if part.partition(".")[0] == method}
 
     def cost(self, released: Mapping[str, int]) -> float:
@@ -414,7 +414,9 @@ class Plan:
     def exhausted_clients(
         self, released: Mapping[int, Mapping[str, int]], rounds: int
     ) -> list[int]:
-        """Return the clients whose budget does not allow another round like the previous ones.
+        """Return the clients whose budget does not allow another round.
+
+        The next round is assumed to release as much as the previous ones did on average.
 
         Args:
             released: The number of releases by client and name.

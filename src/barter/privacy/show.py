@@ -10,7 +10,7 @@ from rich.table import Table
 
 from barter.privacy.ledger import Ledger
 from barter.privacy.prices import Description, total_epsilon
-from barter.privacy.side_information import BESIDE
+from barter.privacy.side_information import SIDE_INFORMATION
 from barter.privacy.statement import ReleaseRow, Statement
 
 __all__ = ["conclusion", "ledger_lines", "statement_cells", "statement_tables"]
@@ -53,7 +53,7 @@ def conclusion(statement: Statement) -> list[str]:
         lines[0] = "The run as a whole: ε = ∞, there is no guarantee."
         lines += [f"Why: {reason}." for reason in statement.why]
         open_rows = [row for row in statement.rows if row.given or math.isinf(row.epsilon)]
-        if all(row.part in BESIDE for row in open_rows):
+        if all(row.part in SIDE_INFORMATION for row in open_rows):
             lines.append(
                 "Sites with `epsilon` in their site.toml withhold this; they take part if "
                 "privacy.epsilon is set."
@@ -83,14 +83,14 @@ def statement_tables(statement: Statement) -> Iterator[Table | str]:
 
 
 def ledger_lines(ledger: Ledger) -> Iterator[Table | str]:
-    """Yield a table of what each run of a site released, and sentences on all runs together.
+    """Yield a table of what a site's runs released, and sentences on all runs.
 
     ε of a run, and of all runs, is that of their releases composed, not a sum.
     """
     runs = ledger.runs()
     deltas = [account.delta for account in runs.values() if account.delta]
     delta = min(deltas, default=1e-5)
-    table = Table("run", "since", "what left", "protected by", "times", "ε", box=box.SIMPLE_HEAD)
+    table = Table("run", "since", "released", "protected by", "times", "ε", box=box.SIMPLE_HEAD)
     for run, account in runs.items():
         title = run or "hello"
         for text, count in account.released.items():

@@ -1,11 +1,13 @@
-"""Side information: what leaves a client besides its answers, by names no method can have."""
+"""Side information: what clients send in addition to answers.
+
+Its names are such that no method can have them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 __all__ = [
-    "BESIDE",
     "EPSILON",
     "ERRORS",
     "FAILURES",
@@ -15,6 +17,7 @@ __all__ = [
     "PUBLIC_DATA_FACT",
     "PUBLIC_FACTS",
     "RESULTS",
+    "SIDE_INFORMATION",
     "facts_in_hello",
     "holds_metrics",
 ]
@@ -32,7 +35,7 @@ PUBLIC_DATA_FACT = "public images"  # sent by no client, but a part of what othe
 HELLO = (EXAMPLES, CLASS_NAMES, CLASS_NUMBER, PIXELS)  # sent by a site before round 1
 # Public, as replacing an image does not change them; and that a call failed, which is not counted.
 PUBLIC_FACTS = (EXAMPLES, CLASS_NAMES, FAILURES)
-BESIDE = {
+SIDE_INFORMATION = {
     EXAMPLES: "number of the client's training images; before round 1",
     CLASS_NAMES: "classes of the run; before round 1",
     CLASS_NUMBER: "largest label plus one, as classes have no names; before round 1",

@@ -1,4 +1,4 @@
-"""The privacy statement of a run: every part that left a client, its protection and its ε."""
+"""The privacy statement of a run: released parts, their protection and ε."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from barter.core.algorithm import Algorithm, Crossing
 from barter.core.files import parse_file
 from barter.privacy.settings import Plan, Privacy
 from barter.privacy.side_information import (
-    BESIDE,
     ERRORS,
     FAILURES,
     HELLO,
@@ -22,6 +21,7 @@ from barter.privacy.side_information import (
     PUBLIC_DATA_FACT,
     PUBLIC_FACTS,
     RESULTS,
+    SIDE_INFORMATION,
     facts_in_hello,
 )
 
@@ -68,7 +68,7 @@ class ReleaseRow:
 
 @dataclass(frozen=True)
 class Statement:
-    """The privacy guarantee of a run for every training image, and what it reveals of test images."""
+    """A run's privacy guarantee for training images, and what test images reveal."""
 
     method: str
     rows: tuple[ReleaseRow, ...]
@@ -83,7 +83,7 @@ class Statement:
 
     @property
     def protected(self) -> bool:
-        """Return whether any part that left was protected."""
+        """Return whether any released part was protected."""
         return any(row.protection and row.releases for row in self.rows)
 
     @property
@@ -127,7 +127,7 @@ def make_statement(
     privacy: Privacy,
     algorithm: Algorithm[Any, Any],
     crossed: Mapping[int, Mapping[str, int]],
-    told: Mapping[int, float],
+    reported: Mapping[int, float],
     *,
     secret: bool,
     start: str = "",
@@ -143,7 +143,7 @@ def make_statement(
         privacy: The run's privacy settings.
         algorithm: Its algorithm.
         crossed: For each client, how often each part and kind of side information left it.
-        told: ε that clients report themselves; the larger of it and the computed ε counts.
+        reported: ε that clients report themselves; the larger of it and the computed ε counts.
         secret: Whether noise is secret. If not, all clients are in one process, and the side
             information is what sites would send that can take part in such a run.
         start: The run whose networks this one started from.
@@ -155,14 +155,19 @@ def make_statement(
             training labels.
     """
     plan = Plan(privacy, algorithm)
-    beside = {k: {p: n for p, n in seen.items() if p in BESIDE} for k, seen in crossed.items()}
-    answers = {k: {p: n for p, n in seen.items() if p not in BESIDE} for k, seen in crossed.items()}
+    side = {
+        k: {p: n for p, n in seen.items() if p in SIDE_INFORMATION} for k, seen in crossed.items()
+    }
+    answers = {
+        k: {p: n for p, n in seen.items() if p not in SIDE_INFORMATION}
+        for k, seen in crossed.items()
+    }
     if not secret:
-        beside = {k: _as_site(plan, seen, selection) for k, seen in beside.items()}
+        side = {k: _as_site(plan, seen, selection) for k, seen in side.items()}
     declared = [part for parts in plan.parts.values() for part in parts]
     observed = {part for seen in answers.values() for part in seen}
     parts = [*dict.fromkeys(declared), *sorted(observed - set(declared))]
-    spent = {k: _reported_epsilon(plan, told, k, seen, beside[k]) for k, seen in answers.items()}
+    spent = {k: _reported_epsilon(plan, reported, k, seen, side[k]) for k, seen in answers.items()}
     crosses = getattr(type(algorithm), "crosses", {})
     rows = []
     for part in parts:
@@ -171,7 +176,7 @@ def make_statement(
             rows.append(_row(plan, crosses, part, count, spent))
     withheld = WITHHELD if secret else AS_WITHHELD
     rows = _with_side_information(
-        plan, beside, rows, spent, withheld, tests_by_labels=tests_by_labels
+        plan, side, rows, spent, withheld, tests_by_labels=tests_by_labels
     )
     clients = {
         k: max(plan.cost(plan.count_releases(seen)), spent[k])
@@ -234,19 +239,19 @@ def _as_site(plan: Plan, seen: Mapping[str, int], selection: bool) -> dict[str, 
 
 def _reported_epsilon(
     plan: Plan,
-    told: Mapping[int, float],
+    reported: Mapping[int, float],
     k: int,
     answers: Mapping[str, int],
-    beside: Mapping[str, int],
+    side: Mapping[str, int],
 ) -> float:
     """Return the ε that a client reports, or a default.
 
     Only a client knows the cost of its private training. If it has released anything without
     reporting that cost, ε is infinite.
     """
-    released = any(answers.values()) or beside.get(RESULTS)
+    released = any(answers.values()) or side.get(RESULTS)
     unknown = math.inf if plan.training is not None and released else 0.0
-    return told.get(k, unknown)
+    return reported.get(k, unknown)
 
 
 def _reasons(plan: Plan, rows: Sequence[ReleaseRow], clients: Mapping[int, float]) -> list[str]:
@@ -269,38 +274,44 @@ def _reasons(plan: Plan, rows: Sequence[ReleaseRow], clients: Mapping[int, float
 
 def _with_side_information(
     plan: Plan,
-    beside: Mapping[int, Mapping[str, int]],
+    side: Mapping[int, Mapping[str, int]],
     rows: list[ReleaseRow],
     spent: Mapping[int, float],
     withheld: str,
     *,
     tests_by_labels: bool,
 ) -> list[ReleaseRow]:
-    """Add rows of side information: what clients send before round 1 first, evaluations last.
+    """Add rows of side information to those of answers.
+
+    What clients send before round 1 comes first, evaluations last.
 
     Args:
         plan: The privacy settings.
-        beside: The side information of each client.
+        side: The side information of each client.
         rows: Rows of the answers' parts.
         spent: ε that each client reports.
         withheld: The protection of side information that was not sent.
         tests_by_labels: Whether the choice of test images depends on training labels.
     """
-    if not beside:
+    if not side:
         return rows
-    counts = {part: max(seen.get(part, 0) for seen in beside.values()) for part in BESIDE}
+    counts = {part: max(seen.get(part, 0) for seen in side.values()) for part in SIDE_INFORMATION}
 
     def row(part: str, about: str = TRAINED) -> ReleaseRow:
         count = counts[part]
         if not count:
-            return ReleaseRow(part, BESIDE[part], withheld, 0, 0.0, about=about)
+            return ReleaseRow(part, SIDE_INFORMATION[part], withheld, 0, 0.0, about=about)
         if part in PUBLIC_FACTS:
-            return ReleaseRow(part, BESIDE[part], ONE_WORD if part == FAILURES else "", count, 0.0)
+            return ReleaseRow(
+                part, SIDE_INFORMATION[part], ONE_WORD if part == FAILURES else "", count, 0.0
+            )
         follows = part == PROGRESS or (part == RESULTS and not tests_by_labels)
         if follows and about == TRAINED and plan.training is not None:
             # As far as training images matter, they follow from privately trained networks.
-            return ReleaseRow(part, BESIDE[part], str(plan.training), count, max(spent.values()))
-        return ReleaseRow(part, BESIDE[part], "", count, math.inf, about=about)
+            return ReleaseRow(
+                part, SIDE_INFORMATION[part], str(plan.training), count, max(spent.values())
+            )
+        return ReleaseRow(part, SIDE_INFORMATION[part], "", count, math.inf, about=about)
 
     hello = [row(part) for part in HELLO if counts[part] or part == PIXELS]
     errors = [row(ERRORS, about) for about in (TRAINED, TEST_IMAGES) if counts[ERRORS]]
@@ -311,7 +322,9 @@ def _with_side_information(
 def _row(
     plan: Plan, crosses: Mapping[str, Crossing], part: str, count: int, spent: Mapping[int, float]
 ) -> ReleaseRow:
-    """Return the row of a part that left clients.
+    """Return the statement's row for a released part: its protection and ε.
+
+    ε is 0 for a part that depends on no image, and infinite for one without protection.
 
     Args:
         plan: The privacy settings.

@@ -34,7 +34,7 @@ __all__ = [
 
 BarQuantity: TypeAlias = Literal["bytes", "seconds", "number"]  # the quantity that a bar shows
 
-MAX_COLOURED_LINES = len(COLOURS)  # number of lines that can be told apart by colour
+MAX_COLOURED_LINES = len(COLOURS)  # number of lines that have different colours
 SHARE = "~%"  # format of accuracies along an axis: 40%, or 97.5% if ticks are that close
 TITLE = {"standoff": 6, "font": {"size": 12, "color": SOFT}}
 THICK = 40  # maximum thickness of a bar in pixels
@@ -89,10 +89,11 @@ STYLE = {
 
 
 def learning_chart(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
-    """Draw each client's accuracy by round, the mean, and the local-only mean as a dotted line.
+    """Draw each client's accuracy by round, the mean, and the local-only mean.
 
-    Rounds without evaluation are omitted. If only some clients have a local-only accuracy, the mean
-    over these clients is drawn too, since only it can be compared with the dotted line.
+    The local-only mean is a dotted line. Rounds without evaluation are omitted. If only some
+    clients have a local-only accuracy, the mean over these clients is drawn too, since only it can
+    be compared with the dotted line.
     """
     tested = [r for r in records if r.values(metric) or _server(r, metric) is not None]
     few = len(names) <= MAX_COLOURED_LINES
@@ -198,7 +199,7 @@ def gain_chart(records: Sequence[Round], metric: str, names: Sequence[str]) -> g
 
 
 def split_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
-    """Draw a heat map of images by client and class, with the first class at the bottom.
+    """Draw a heat map of images by client and class, first class at the bottom.
 
     The chart of `barter show partition` has the same orientation.
     """
@@ -246,7 +247,12 @@ def round_chart(
             hovertemplate=f"%{{y:{scale.precise}}}{scale.suffix}",
         )
     figure.update_yaxes(tickformat=scale.ticks, ticksuffix=scale.suffix, rangemode="tozero")
-    bargap = 0.6 if len(records) <= 4 else 0.25 if len(records) <= 50 else 0
+    if len(records) <= 4:
+        bargap = 0.6
+    elif len(records) <= 50:
+        bargap = 0.25
+    else:
+        bargap = 0.0
     return figure.update_layout(bargap=bargap, showlegend=len(parts) > 1)
 
 
@@ -256,7 +262,14 @@ def bar_chart(
     quantity: BarQuantity,
     lowest: int = 360,
 ) -> go.Figure:
-    """Draw a stacked bar for each label; the figure is at least `lowest` pixels high."""
+    """Draw a stacked horizontal bar for each label.
+
+    Args:
+        labels: Names of the bars.
+        parts: Part of the bars -> its value in each bar.
+        quantity: What is drawn, which decides the unit.
+        lowest: Least height of the figure in pixels.
+    """
     height = max(lowest, 110 + 36 * len(labels))
     room = (height - 110) / len(labels)
     figure = _figure("", "", barmode="stack", bargap=1 - min(0.6, THICK / room), height=height)
@@ -277,7 +290,7 @@ def bar_chart(
 
 
 def outcome_chart(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:
-    """Draw a bar per method for each kind of accuracy, with the standard deviation over seeds.
+    """Draw a bar per method and kind of accuracy, with the deviation over seeds.
 
     Args:
         columns: Kind of accuracy -> method -> its value for every seed.
@@ -308,7 +321,12 @@ def outcome_chart(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Fi
 
 
 def method_chart(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
-    """Draw a line per method by round: mean over seeds, with a band of one standard deviation."""
+    """Draw a line per method: mean over seeds, and a band of one deviation.
+
+    Args:
+        lines: Method -> seed -> curve.
+        metric: The metric, which decides the number formats.
+    """
     ticks, precise = _formats(metric)
     figure = _figure("round", ticks, _longest(lines), height=420, hovermode="x unified")
     for i, (name, seeds) in enumerate(lines.items()):
@@ -388,7 +406,7 @@ def price_chart(results: Results, metric: str) -> go.Figure:
 
 
 def _formats(metric: str) -> tuple[str, str]:
-    """Return the number formats of a metric: of an axis, and the precise one of labels."""
+    """Return the number formats of a metric, for axes and for labels."""
     return (SHARE, ".1%") if is_share(metric) else ("", ".4~g")
 
 
@@ -429,7 +447,7 @@ def _faint(colour: str) -> str:
 
 
 def _column(values: Iterable[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return values as an array, which is compact and exact in the page; None becomes a gap."""
+    """Return values as an array, which is compact in the page; None is a gap."""
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
@@ -452,7 +470,7 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _spacing(records: Sequence[Round]) -> dict[str, Any]:
-    """Return the positions of rounds along x, in compact form if they are evenly spaced."""
+    """Return the x positions of rounds, compact if they are evenly spaced."""
     rounds = [r.round for r in records]
     steps = {b - a for a, b in pairwise(rounds)} or {1}
     return {"x0": rounds[0], "dx": steps.pop()} if len(steps) == 1 else {"x": rounds}
@@ -463,7 +481,7 @@ def _span(records: Sequence[Round]) -> int:
 
 
 def _server(record: Round, metric: str) -> float | None:
-    """Return the accuracy of the server's model, which is tested on the global test set only."""
+    """Return the server model's accuracy; None except on the global test set."""
     return record.server.get("global") if metric == "global" else None
 
 

@@ -1,4 +1,4 @@
-"""Colours of a page's charts on a light background, and their replacements on a dark one."""
+"""Colours of charts on a light background, and replacements on a dark one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INK = "#1f2933"  # text, and the lines that matter most
 SOFT = "#5f6c7b"  # titles of axes
 GREY = "#8794a3"  # elements that stay in the background
 GRID = "#e6eaef"
-PAPER = "#ffffff"  # behind labels
+PAPER = "#ffffff"  # background of labels
 REST = "#c3ccd6"
 GAINED = "#8fcbb7"
 LOST = "#efa98d"

@@ -11,7 +11,17 @@ import tomli_w
 from barter.compare.comparison import Comparison
 from barter.core.record import Round
 from barter.report import charts
-from barter.report.page import Section, Tile, beside, chart, code, fold, page, table, text_block
+from barter.report.page import (
+    Section,
+    Tile,
+    chart,
+    code,
+    fold,
+    page,
+    side_by_side,
+    table,
+    text_block,
+)
 from barter.report.run import TEST_TITLES, Split, citation_section, failure_section, phase_seconds
 from barter.runs.folder import count_rounds, has_ended
 from barter.runs.picture import Curve
@@ -36,7 +46,7 @@ LOCAL = f"Accuracy of the clients' models, {TEST_TITLES['local']}"
 
 
 class ComparisonReport:
-    """The report of a comparison's finished runs, while others may be running or planned."""
+    """The report of a comparison's finished runs; others may be running."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,13 +100,15 @@ class ComparisonReport:
             [text_block("What all runs share:"), code(tomli_w.dumps(comparison.common))],
         )
         message = (
-            "The comparison goes on. This page reloads itself every few seconds." if live else ""
+            "The comparison is not finished. This page reloads itself every few seconds."
+            if live
+            else ""
         )
         tiles = _tiles(comparison.summary(results), comparison.rounds) if results else []
         return page(self._title(), subtitle, tiles, [*sections, common], message)
 
     def _title(self) -> str:
-        """Name or count the methods; variants of one method count as variants, not as methods."""
+        """Return a title that names or counts the methods and their variants."""
         source = self.comparison.common["data"]["source"]
         variants = len(self.comparison.variants)
         started = []
@@ -115,7 +127,13 @@ class ComparisonReport:
         return f"{pluralise(variants, 'variant')} of {len(kinds)} methods on {source}"
 
     def _results(self, results: Results, missing: Sequence[str], *, quick: bool) -> list[Section]:
-        """Return the sections about the finished runs."""
+        """Return the sections about the finished runs: tables, charts, remarks.
+
+        Args:
+            results: The finished runs, by method and seed.
+            missing: Names of the other runs.
+            quick: Leave out the split of the data if it was not computed before.
+        """
         compared = self.comparison.summary(results)
         configs = {name: self._config(name, next(iter(runs))) for name, runs in results.items()}
         first, seed = next((name, next(iter(runs))) for name, runs in results.items())
@@ -124,22 +142,15 @@ class ComparisonReport:
             self._splits[example] = Split(configs[first])
         if not quick:
             self._splits[example].read()
-        failed = [
-            [f"{name}, seed {seed}", failure]
-            for name, runs in results.items()
-            for seed, rounds in runs.items()
-            for r in rounds
-            for failure in r.failures
-        ]
-        remarks = [
-            [f"{name}, seed {seed}", remark]
-            for name, runs in results.items()
-            for seed, rounds in runs.items()
-            for remark in [
-                *(f"round {r.round}: {warning}" for r in rounds for warning in r.warnings),
-                *configs[name].algorithm.remarks(rounds),
-            ]
-        ]
+        failed = []
+        remarks = []
+        for name, runs in results.items():
+            for seed, rounds in runs.items():
+                run = f"{name}, seed {seed}"
+                for r in rounds:
+                    failed += [[run, failure] for failure in r.failures]
+                    remarks += [[run, f"round {r.round}: {warning}"] for warning in r.warnings]
+                remarks += [[run, remark] for remark in configs[name].algorithm.remarks(rounds)]
         unfinished = [text_block(f"Not finished: {'; '.join(missing)}.")] if missing else []
         return [
             Section("Table", [_table(compared), *unfinished]),
@@ -186,7 +197,7 @@ def _describe(metric: str, primary: Collection[str]) -> str:
 
 
 def _tiles(compared: Comparative, rounds: int) -> list[Tile]:
-    """Return a card per method: its accuracy, of which model, and over how many seeds."""
+    """Return a card per method: accuracy, of which model, over how many seeds."""
     key = compared.question.metric
     cards = []
     for row in compared.rows:
@@ -233,11 +244,11 @@ def _metric_charts(compared: Comparative, results: Results) -> Section:
         for key, by_method in shown.items()
     ]
     note = text_block("Means over seeds, and one standard deviation to each side.")
-    return Section("Curves", [note, beside(*figures)] if figures else [])
+    return Section("Curves", [note, side_by_side(*figures)] if figures else [])
 
 
 def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
-    """Draw the metric by seed and by traffic, where there are different seeds or traffic."""
+    """Draw the metric by seed and by traffic, where these differ between runs."""
     metric = compared.question.metric
     what = _describe(metric, {row.primary for row in compared.rows})
     parts = []
@@ -245,7 +256,7 @@ def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
         parts.append(chart(f"{what}, seed by seed", charts.seed_chart(results, metric)))
     if len({amount for row in compared.rows for amount in row.bytes.values}) > 1:
         parts.append(chart(f"{what}, and the bytes it took", charts.price_chart(results, metric)))
-    return Section("Seeds and bytes", [beside(*parts)] if parts else [])
+    return Section("Seeds and bytes", [side_by_side(*parts)] if parts else [])
 
 
 def _table(compared: Comparative) -> str:
@@ -257,23 +268,25 @@ def _table(compared: Comparative) -> str:
 
 
 def _costs(results: Results) -> Section:
-    """Draw traffic by direction, time by phase, and memory where known; means over seeds."""
+    """Draw traffic, time by phase, and memory where known, as means over seeds."""
     names = list(results)
-    traffic = {
-        way: [
-            _mean([sum(r.traffic(way) for r in rounds) for rounds in results[name].values()])
-            for name in names
-        ]
-        for way in ("up", "down")
-    }
+    traffic: dict[str, list[float]] = {"up": [], "down": []}
+    for way, means in traffic.items():
+        for runs in results.values():
+            totals = [sum(r.traffic(way) for r in rounds) for rounds in runs.values()]
+            means.append(_mean(totals))
+    # Method -> of each seed, the seconds of every phase by round.
     spent = {
         name: [phase_seconds(rounds) for rounds in runs.values()] for name, runs in results.items()
     }
-    every = dict.fromkeys(phase for runs in spent.values() for run in runs for phase in run)
-    seconds = {
-        phase: [_mean([sum(run.get(phase, [])) for run in spent[name]]) for name in names]
-        for phase in every
-    }
+    seconds: dict[str, list[float]] = {}
+    for phases_by_seed in spent.values():
+        for phases in phases_by_seed:
+            seconds |= {phase: [] for phase in phases}
+    for phase, means in seconds.items():
+        for name in names:
+            by_seed = [sum(phases.get(phase, [])) for phases in spent[name]]
+            means.append(_mean(by_seed))
     peaks = [max(_peak(rounds) for rounds in runs.values()) for runs in results.values()]
     parts = [
         chart(
@@ -286,7 +299,7 @@ def _costs(results: Results) -> Section:
     if any(peaks):
         figure = charts.bar_chart(names, {"peak": peaks}, "bytes")
         parts.append(chart("Peak of the device's memory", figure))
-    return Section("Costs", [beside(*parts)])
+    return Section("Costs", [side_by_side(*parts)])
 
 
 def _peak(rounds: Sequence[Round]) -> float:

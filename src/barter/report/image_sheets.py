@@ -1,4 +1,4 @@
-"""Save sheets of a run's private and synthetic images, which only the experimenter may see."""
+"""Save sheets of private and synthetic images, for the experimenter only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["pictures", "sheets"]
 
 
 def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
-    """Save a sheet for every round whose images the run's clients remember; yield the files.
+    """Save a sheet for every round whose images clients remember; yield files.
 
     Args:
         run: The run's folder.
@@ -34,7 +34,7 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
     for t, rows in pictures(run, columns):
         private = any(real is not None for _, real, _, _ in rows)
         contents = (
-            "private images and what was made of them" if private else "images that were made"
+            "private images and those synthesised from them" if private else "synthetic images"
         )
         title = f"{name}, round {t}: {contents}. Experimenter's view only"
         _make(out)
@@ -44,7 +44,7 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
 
 
 def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[ImageRow]]]:
-    """Yield every round that the run's parties remember, with a row of images for each client.
+    """Yield each remembered round, with a row of images for each client.
 
     A row holds private images and those synthesised from them. The last round also has images that
     were synthesised from no single image, such as a generator's.
@@ -92,7 +92,7 @@ def _make(folder: Path) -> None:
 
 
 def _row(experiment: Experiment, client: Client, t: int, columns: int) -> Iterator[ImageRow]:
-    """Yield a client's row for a round, if it remembers one: private and synthetic images."""
+    """Yield a client's row for a round, if it remembers the synthetic images."""
     choose = partial(_choose_indices, client.data.labels, columns)
     remembered = experiment.algorithm.gallery(client, t, choose)
     if remembered is not None:
@@ -105,7 +105,7 @@ def _row(experiment: Experiment, client: Client, t: int, columns: int) -> Iterat
 
 
 def _created(experiment: Experiment, party: Server | Client, columns: int) -> Iterator[ImageRow]:
-    """Yield a party's row of images that were synthesised from no single image, if it has any."""
+    """Yield a party's row of images synthesised from no single image, if any."""
     with seeds.scope(experiment.config.seed, "gallery"):
         created = experiment.algorithm.creations(party, lambda labels: _spread(labels, columns))
     if created is not None:

@@ -1,4 +1,7 @@
-"""Build a self-contained HTML page from text, tables, charts and images; escape all input."""
+"""Build a self-contained HTML page from text, tables, charts and images.
+
+All input is escaped.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from barter.version import __version__
 __all__ = [
     "Section",
     "Tile",
-    "beside",
     "chart",
     "code",
     "fold",
     "page",
+    "side_by_side",
     "strip",
     "table",
     "text_block",
@@ -65,7 +68,7 @@ class Section:
 def page(
     title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section], live: str = ""
 ) -> str:
-    """Return the whole page.
+    """Return the HTML of the whole page.
 
     Args:
         title: The page's title.
@@ -120,17 +123,17 @@ def write_page(to: Path, content: str) -> None:
 
 
 def text_block(*paragraphs: str) -> str:
-    """Return paragraphs of plain text."""
+    """Return the HTML of paragraphs of plain text."""
     return "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
 
 
 def code(content: str) -> str:
-    """Return preformatted text."""
+    """Return the HTML of preformatted text."""
     return f"<pre>{escape(content)}</pre>"
 
 
 def fold(summary: str, *parts: str, unfolded: bool = False) -> str:
-    """Return parts in a block that the reader can unfold."""
+    """Return the HTML of parts in a block that the reader can unfold."""
     start = f"<details{' open' * unfolded}><summary>{escape(summary)}</summary>"
     return f"{start}{''.join(parts)}</details>"
 
@@ -153,7 +156,7 @@ def table(
     words: Collection[str] = (),
     stacked: bool = False,
 ) -> str:
-    """Return a table; text is aligned left, numbers are aligned right.
+    """Return the HTML of a table, with numbers aligned right.
 
     Args:
         headings: The columns' names.
@@ -198,7 +201,7 @@ def _is_numeric(cells: Sequence[str]) -> bool:
 
 
 def chart(title: str, figure: go.Figure) -> str:
-    """Return a chart, which is drawn when the page opens."""
+    """Return the HTML of a chart, which is drawn when the page opens."""
     content = figure.to_json().replace("<", "\\u003c")  # Otherwise a name could end the element.
     height = figure.layout.height or figure.layout.template.layout.height
     return (
@@ -208,13 +211,13 @@ def chart(title: str, figure: go.Figure) -> str:
     )
 
 
-def beside(*parts: str) -> str:
-    """Return parts beside each other where the screen is wide enough."""
+def side_by_side(*parts: str) -> str:
+    """Return HTML with parts side by side where the screen is wide enough."""
     return f"<div class=pair>{''.join(parts)}</div>"
 
 
 def strip(caption: str, kind: str, image: bytes, labels: Sequence[str]) -> str:
-    """Return a row of equally wide pictures with labels.
+    """Return the HTML of a row of equally wide pictures with labels.
 
     Args:
         caption: The row's caption.

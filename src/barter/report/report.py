@@ -1,4 +1,4 @@
-"""Make the report of a run or a comparison: one self-contained HTML file that works offline."""
+"""Make the report of a run or comparison: one HTML file that works offline."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ from barter.report.image_sheets import pictures
 from barter.report.page import (
     Section,
     Tile,
-    beside,
     chart,
     code,
     fold,
     page,
+    side_by_side,
     strip,
     table,
     text_block,
@@ -58,14 +58,14 @@ __all__ = [
 
 TEST_TITLES = {"global": "global test set", "local": "local tests"}
 # Metrics that other sections show, and numbers of test images, which only weigh clients.
-TOLD = {
+SHOWN_ELSEWHERE = {
     *TEST_TITLES,
     *(f"before_{test}" for test in TEST_TITLES),
     "bytes_up",
     "bytes_down",
     "device_memory",
 }
-TOLD |= {f"{test}_images" for test in TEST_TITLES}
+SHOWN_ELSEWHERE |= {f"{test}_images" for test in TEST_TITLES}
 # Metrics of [evaluate] are called TEST_METRIC, and before_TEST_METRIC before an exchange.
 PER_CLASS = re.compile(rf"({'|'.join(TEST_TITLES)})_class_(\d+)")
 FURTHER = re.compile(rf"({'|'.join(TEST_TITLES)})_(loss|macro_f1|auc|calibration)")
@@ -115,7 +115,7 @@ class Split:
 
 
 class RunReport:
-    """The report of a finished or running run; the split of its data is computed once."""
+    """The report of a run; the split of its data is computed once."""
 
     def __init__(self, run: Path, *, images: bool) -> None:
         self.run = run
@@ -163,18 +163,23 @@ class RunReport:
         ]
         message = ""
         if live:
-            message = f"The run goes on. {self._last()} This page reloads itself every few seconds."
+            message = f"The run is not finished. {self._last()} This page reloads itself every few seconds."
         return page(title, subtitle, make_tiles(rounds) if rounds else [], sections, message)
 
     def _last(self) -> str:
-        """Describe when the last round ended."""
+        """Return a sentence that says when the last round ended."""
         if not self.done:
             return "No round is finished yet."
         written = time.localtime((self.run / METRICS_FILE).stat().st_mtime)
         return f"Its last round ended at {time.strftime('%H:%M:%S', written)}."
 
     def _results(self, rounds: Sequence[Round], *, live: bool) -> list[Section]:
-        """Return the sections about the finished rounds."""
+        """Return the sections about the finished rounds: charts, tables, images.
+
+        Args:
+            rounds: The finished rounds.
+            live: Leave out what is slow or final: remarks of the method, and images.
+        """
         tests = [key for key in TEST_TITLES if any(r.values(key) for r in rounds)]
         learning = [
             chart(
@@ -199,10 +204,10 @@ class RunReport:
         missing = "" if tests else "the clients report no accuracy."
         return [
             Section("Remarks", remarks),
-            Section("Learning", [beside(*learning)] if learning else [], missing),
+            Section("Learning", [side_by_side(*learning)] if learning else [], missing),
             Section(
                 "Clients",
-                [*([beside(*gains)] if gains else []), self._clients(rounds)],
+                [*([side_by_side(*gains)] if gains else []), self._clients(rounds)],
             ),
             self.split.section("Images by client and class"),
             *([] if live or not self.images else [_gallery(self.run)]),
@@ -229,10 +234,11 @@ class RunReport:
 
 
 def _names(config: Config) -> list[str]:
-    """Return the clients' names: number and, if the configuration determines it, architecture."""
+    """Return the clients' names: number and, if known, architecture."""
     if config.data.source == SITES or config.models == BY_PYTHON:
         return [f"client {k}" for k in range(config.clients)]
-    algorithm, clients = config.algorithm, config.clients
+    algorithm = config.algorithm
+    clients = config.clients
     names = architecture_names(algorithm, config.models, clients)
     return [
         f"{k} {narrowed_name(name, algorithm.budget(k, clients))}" for k, name in enumerate(names)
@@ -240,16 +246,16 @@ def _names(config: Config) -> list[str]:
 
 
 def make_tiles(rounds: Sequence[Round]) -> list[Tile]:
-    """Return the cards of a run: the headline first, then other accuracies, and costs."""
+    """Return the cards of a run: accuracies, the primary model's first, and costs."""
     of_clients = [card for test in TEST_TITLES if (card := _clients_card(rounds, test)) is not None]
     of_server = [card for card in [_server_card(rounds)] if card is not None]
     last = rounds[-1]
     cards = of_server + of_clients if last.primary == "server" else of_clients + of_server
     idle = _idle(rounds)
     if idle:
-        everybody = len(last.clients)
-        share = f"{everybody - len(idle)} of {everybody}"
-        note = f"{len(idle)} of {pluralise(everybody, 'client')} never took part"
+        n_clients = len(last.clients)
+        share = f"{n_clients - len(idle)} of {n_clients}"
+        note = f"{len(idle)} of {pluralise(n_clients, 'client')} never took part"
         cards.append(Tile("Clients that took part", share, [note]))
     up, down = (sum(r.traffic(way) for r in rounds) for way in ("up", "down"))
     cards.append(
@@ -278,7 +284,7 @@ def _server_card(rounds: Sequence[Round]) -> Tile | None:
 
 
 def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
-    """Return the card of the clients' mean accuracy, and its gain over local training only.
+    """Return the card of the clients' mean accuracy and gain over local only.
 
     The gain is the mean over the clients that have both values.
     """
@@ -287,12 +293,12 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
         return None
     after = last.values(test)
     adversarial = any("adversarial" in metrics for metrics in last.clients.values())
-    whom = pluralise(len(after), "honest client" if adversarial else "client")
-    notes = [f"{TEST_TITLES[test]}, mean of {whom}, round {last.round}"]
+    group = pluralise(len(after), "honest client" if adversarial else "client")
+    notes = [f"{TEST_TITLES[test]}, mean of {group}, round {last.round}"]
     change = accuracy_gain(rounds, test)
     if change.points is not None:
-        everybody = change.before.keys() == after.keys()
-        whose = "" if everybody else f", same {pluralise(len(change.before), 'client')}"
+        same_clients = change.before.keys() == after.keys()
+        whose = "" if same_clients else f", same {pluralise(len(change.before), 'client')}"
         notes.append(f"{change.points:+.1f} points over local only{whose}")
     idle = _idle(rounds) & after.keys()
     if idle:
@@ -303,7 +309,7 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
 def _idle(rounds: Sequence[Round]) -> set[int]:
     """Return the clients that took part in no round."""
     active = participants(rounds)
-    # Records without participants do not say who took part.
+    # Records without participants do not say which clients took part.
     return set(rounds[-1].clients) - active if active else set()
 
 
@@ -318,10 +324,10 @@ def _privacy(run: Path) -> list[Section]:
 
 def _traffic(rounds: Sequence[Round]) -> Section:
     methods = list(dict.fromkeys(method for r in rounds for method in r.bytes))
-    sums = {
-        way: [sum(r.bytes.get(m, {}).get(way, 0) for r in rounds) for m in methods]
-        for way in ("up", "down")
-    }
+    sums: dict[str, list[int]] = {"up": [], "down": []}
+    for way, totals in sums.items():
+        for method in methods:
+            totals.append(sum(r.bytes.get(method, {}).get(way, 0) for r in rounds))
     if not any(map(any, sums.values())):
         return Section("Traffic", [], "nothing was exchanged.")
     by_round = {way: [r.traffic(way) for r in rounds] for way in ("up", "down")}
@@ -335,11 +341,19 @@ def _costs(
     sums: tuple[Sequence[str], Mapping[str, Sequence[float]]],
     by_round: Mapping[str, Sequence[float]],
 ) -> str:
-    """Draw the costs of all rounds and, if there are several, the costs of each."""
+    """Draw the costs of all rounds and, if there are several, the costs of each.
+
+    Args:
+        what: The quantity.
+        kind: What the bars stand for, such as "method".
+        rounds: The finished rounds.
+        sums: Names of the bars, and part -> its sum in each bar.
+        by_round: Part -> its value in each round.
+    """
     quantity: charts.BarQuantity = "bytes" if what == "Bytes" else "seconds"
     if len(rounds) == 1:
         return chart(f"{what} by {kind}", charts.bar_chart(*sums, quantity, lowest=0))
-    return beside(
+    return side_by_side(
         chart(f"{what} by {kind}, over all rounds", charts.bar_chart(*sums, quantity)),
         chart(f"{what} by round", charts.round_chart(rounds, by_round, quantity)),
     )
@@ -376,7 +390,7 @@ def _memory(rounds: Sequence[Round]) -> Section:
 
 
 def _metrics(rounds: Sequence[Round], classes: Sequence[str]) -> Section:
-    """Return the section with other metrics of [evaluate]: by round, and accuracy by class."""
+    """Return the section of further metrics: by round, and accuracy by class."""
     parts = _by_round(rounds, [key for key in _keys(rounds) if FURTHER.fullmatch(key)])
     for test, title in TEST_TITLES.items():
         last = next((r for r in reversed(rounds) if _class_shares(r, test)), None)
@@ -394,11 +408,13 @@ def _metrics(rounds: Sequence[Round], classes: Sequence[str]) -> Section:
                     f"Accuracy by class, {title}, round {last.round}", charts.outcome_chart(named)
                 )
             )
-    return Section("Metrics", [beside(*parts)] if parts else [])
+    return Section("Metrics", [side_by_side(*parts)] if parts else [])
 
 
 def _class_shares(record: Round, test: str) -> dict[str, dict[int, list[float]]]:
-    """Return accuracies by class, of the server's model and of all clients that have the class.
+    """Return accuracies by class, of the server's model and of all clients.
+
+    Clients without test images of a class are left out.
 
     Returns:
         "server's model" or "mean of clients" -> class -> accuracies.
@@ -418,15 +434,23 @@ def _recorded_section(rounds: Sequence[Round]) -> Section:
 
     def is_own(key: str) -> bool:
         name = key.removeprefix("before_")
-        return name not in TOLD and not FURTHER.fullmatch(name) and not PER_CLASS.fullmatch(name)
+        return (
+            name not in SHOWN_ELSEWHERE
+            and not FURTHER.fullmatch(name)
+            and not PER_CLASS.fullmatch(name)
+        )
 
     parts = _by_round(rounds, [key for key in _keys(rounds) if is_own(key)])
-    return Section("Noted by the method", [beside(*parts)] if parts else [])
+    return Section("Noted by the method", [side_by_side(*parts)] if parts else [])
 
 
 def _keys(rounds: Sequence[Round]) -> list[str]:
-    nodes = (node for party in ("server", "clients") for r in rounds for node in _of(r, party))
-    return list(dict.fromkeys(key for node in nodes for key in node))
+    keys: dict[str, None] = {}  # a set in the order of insertion
+    for party in ("server", "clients"):
+        for r in rounds:
+            for node in _of(r, party):
+                keys |= dict.fromkeys(node)
+    return list(keys)
 
 
 def _by_round(rounds: Sequence[Round], keys: Sequence[str]) -> list[str]:
@@ -486,7 +510,7 @@ def citation_section(algorithms: Sequence[Algorithm]) -> Section:
 
 
 def _variant(algorithm: Algorithm) -> list[str]:
-    """Return the fields in which a run differs from the published method; nothing if it does not."""
+    """Return a table of differences from the published method; empty if none."""
     found = differences_from_paper(algorithm)
     if not found:
         return []
@@ -498,14 +522,14 @@ def _variant(algorithm: Algorithm) -> list[str]:
 
 
 def _gallery(run: Path) -> Section:
-    """Return the section with private and synthetic images of the last rounds, or the reason."""
+    """Return the section with images of the last rounds, or why there is none."""
     try:
         found = deque(pictures(run, REPORT_COLUMNS), maxlen=SHOWN)
     except BarterError as error:
         return Section("Images", [], str(error))
     note = (
-        "Private images and below each what was made of it; a single row was made of no single "
-        "image. "
+        "Private images, and below each the image synthesised from it; a single row shows images "
+        "that were synthesised from no single image. "
         "No party of the run sees all of this: it is for the experimenter's eyes, and --no-images "
         "leaves it out."
     )
@@ -513,12 +537,12 @@ def _gallery(run: Path) -> Section:
     for t, rows in found:
         some = f", the first {SHOWN} of {len(rows)} parties" if len(rows) > SHOWN else ""
         strips = [strip(row[0], *_encode_row(row), row[3]) for row in rows[:SHOWN]]
-        parts.append(fold(f"Round {t}{some}", beside(*strips), unfolded=t == found[-1][0]))
+        parts.append(fold(f"Round {t}{some}", side_by_side(*strips), unfolded=t == found[-1][0]))
     return Section("Images", parts)
 
 
 def _encode_row(row: ImageRow) -> tuple[str, bytes]:
-    """Encode private images above synthetic ones as an image file; return its format and bytes.
+    """Encode private images above synthetic ones; return format and bytes.
 
     Small images are stored without loss.
     """

@@ -1,1 +1,1 @@
-"""The folder of a run: configuration, metrics and checkpoints; progress, tables and figures."""
+"""The folder of a run: configuration, metrics, checkpoints; tables and figures."""

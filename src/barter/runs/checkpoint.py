@@ -23,12 +23,12 @@ ROUND = re.compile(r"[0-9]{1,9}")
 
 
 def write_checkpoint(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
-    """Write a checkpoint atomically: a crash leaves the old file or the new one, never a mixture.
+    """Write a checkpoint atomically: a crash leaves the old file or the new one.
 
     Args:
         target: The file.
         state: The payload tree.
-        notes: Strings to write beside it.
+        notes: Strings to store in the file's metadata.
     """
     tensors, header = pack(state)
     unique: dict[tuple[object, ...], str] = {}

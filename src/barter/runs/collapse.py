@@ -1,4 +1,4 @@
-"""Notice that a run has collapsed: its accuracy fell to chance after having been far above it."""
+"""Detect a collapsed run: accuracy at chance after having been far above it."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class RunFolder:
         keep: Collection[int] = (),
         until_saved: Collection[int] = (),
     ) -> None:
-        """Write the checkpoint of a finished round, and delete those that are no longer needed.
+        """Write the checkpoint of a finished round; delete those no longer needed.
 
         To save disk space, checkpoints are deleted before the new one is written; only that of the
         previous round stays until the new one is on disk.
@@ -210,7 +210,7 @@ class RunFolder:
                 path.unlink()
 
     def go_on_after(self, round: int) -> None:
-        """Drop checkpoints and records of later rounds; warn if earlier records are missing."""
+        """Drop later rounds' checkpoints and records; warn of missing earlier ones."""
         self._clear(but=[path for path in _checkpoints(self.path) if _round(path) <= round])
         kept = [record for record in self.records() if record.round <= round]
         known = {record.round for record in kept}
@@ -242,7 +242,7 @@ _open_folders: weakref.WeakSet[RunFolder] = weakref.WeakSet()
 
 
 def _release_after_fork() -> None:
-    """Release inherited locks, so that a forked process cannot hold them after the run's end."""
+    """Release inherited locks, which a forked process could hold for too long."""
     for folder in list(_open_folders):
         folder.release()
 
@@ -268,12 +268,15 @@ def read_records(run: Path) -> list[Round]:
 
 
 def never_began(path: Path) -> bool:
-    """Return whether a folder only holds what a run leaves that was killed before it began."""
+    """Return whether a folder holds only files of a run killed before it began."""
     return path.is_dir() and not {child.name for child in path.iterdir()} - UNBORN
 
 
 def count_rounds(run: Path) -> int:
-    """Count the recorded rounds of a run without parsing the records, since it is called often."""
+    """Count the recorded rounds of a run, without parsing the records.
+
+    It is called often and has to be fast.
+    """
     metrics = run / METRICS_FILE
     return len(set(RECORD.findall(metrics.read_bytes()))) if metrics.exists() else 0
 
@@ -285,7 +288,7 @@ def early_stop(run: Path) -> Stop | None:
 
 
 def has_ended(run: Path, rounds: int) -> bool:
-    """Return whether a run has ended: this number of rounds is done, or it stopped early."""
+    """Return whether a run has this number of rounds or stopped early."""
     return count_rounds(run) >= rounds or has_stopped_early(run)
 
 
@@ -339,12 +342,16 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
 
 
 def last_checkpoint(run: Path) -> tuple[int, Payload, dict[str, str]] | None:
-    """Read the last checkpoint of a run as `checkpoint_of` does; None if no round is finished."""
+    """Read the last checkpoint as `checkpoint_of` does; None before round 1 ends."""
     return checkpoint_of(run, "last") if has_checkpoint(run) else None
 
 
 def _checked_round(path: Path, state: Payload, notes: Mapping[str, str]) -> int:
-    """Return the round of a checkpoint; raise if its file name or its contents contradict it."""
+    """Return a checkpoint's round.
+
+    Raises:
+        CheckpointError: The file name or the contents contradict it.
+    """
     round = round_of(path, notes)
     named = CHECKPOINT.fullmatch(path.name)
     if named is not None and int(named[1]) != round:
@@ -361,7 +368,7 @@ def _is_state(state: Payload) -> bool:
     tables = [state.get(key, {}) for key in ("server", "clients", "crossed", "told", "networks")]
     if not all(isinstance(table, dict) for table in tables):
         return False
-    _, clients, crossed, told, networks = tables
+    _, clients, crossed, epsilons, networks = tables
     parts = [*clients.values(), *crossed.values()]
     parts += [networks[key] for key in ("spec", "architectures") if key in networks]
     if not all(isinstance(part, dict) for part in parts):
@@ -369,10 +376,10 @@ def _is_state(state: Payload) -> bool:
     counts = [count for seen in crossed.values() for count in seen.values()]
     names = [part for seen in crossed.values() for part in seen]
     return (
-        all(type(k) is int for k in (*clients, *crossed, *told))
+        all(type(k) is int for k in (*clients, *crossed, *epsilons))
         and all(type(count) is int and count >= 0 for count in counts)
         and all(isinstance(name, str) for name in names)
-        and all(type(epsilon) in (int, float) and epsilon >= 0 for epsilon in told.values())
+        and all(type(epsilon) in (int, float) and epsilon >= 0 for epsilon in epsilons.values())
     )
 
 

@@ -1,4 +1,4 @@
-"""Pass the progress of a run to another process, through a file with lines of JSON."""
+"""Pass the progress of a run to another process, in a file of JSON lines."""
 
 from __future__ import annotations
 

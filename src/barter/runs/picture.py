@@ -1,4 +1,4 @@
-"""Draw bubble charts of partitions, accuracy curves, and sheets of private and synthetic images."""
+"""Draw partitions as bubble charts, accuracy curves, and sheets of images."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class Kinds:
 
 
 def draw_bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
-    """Draw a circle per client and class, and below per client and domain; area means samples.
+    """Draw circles by client and class, and by client and domain.
 
-    Many clients are divided into several bands. All lengths are in inches, so that circles never
-    touch and nothing is cut off.
+    The area of a circle is the number of samples. Many clients are divided into several bands. All
+    lengths are in inches, so that circles never touch and nothing is cut off.
 
     Args:
         kinds: The counts, by class and optionally by domain.
@@ -178,7 +178,17 @@ def _circles(
 def _size_legend(
     figure: Any, title: str, largest: int, across: float, colour: str, x: float, top: float
 ) -> None:
-    """Draw up to three circles with their numbers of samples, downwards from (x, top) in inches."""
+    """Draw up to three circles with their numbers of samples, one below another.
+
+    Args:
+        figure: The figure.
+        title: What is counted, "class" or "domain".
+        largest: Number of samples of the largest circle.
+        across: Diameter of the largest circle in points.
+        colour: The circles' colour.
+        x: Left edge in inches.
+        top: Upper edge in inches.
+    """
     width, height = figure.get_size_inches()
     figure.text(x / width, (top - 0.02) / height, f"images\nof a {title}", fontsize=7, va="top")
     y = top - 0.32
@@ -205,14 +215,21 @@ def _round_number(value: float) -> int:
 
 
 def draw_sheet(rows: Sequence[ImageRow], title: str, path: Path) -> None:
-    """Draw each party's private images, if there are any, and below them the synthetic ones."""
+    """Draw each party's private images, if any, and below them synthetic ones.
+
+    Args:
+        rows: Name, private images or None, synthetic images, and class names of each party. Images
+            are (N, height, width, channels) with values from 0 to 1.
+        title: The sheet's title.
+        path: The file.
+    """
     plt = _pyplot()
     lines: list[tuple[str, Tensor, Sequence[str]]] = []
     for name, real, made, classes in rows:
         if real is not None:
-            lines += [(f"{name}\nreal", real, classes), ("made", made, [""] * len(made))]
+            lines += [(f"{name}\nprivate", real, classes), ("synthetic", made, [""] * len(made))]
         else:
-            lines.append((f"{name}\nmade", made, classes))
+            lines.append((f"{name}\nsynthetic", made, classes))
     columns = max(len(images) for _, images, _ in lines)
     width = max(4.0, 0.75 * columns + 1.2)
     words = [line for part in _plain(title).split("\n") for line in wrap(part, int(14 * width))]
@@ -250,7 +267,7 @@ Curve: TypeAlias = Sequence[tuple[int, float | None]]  # (round, accuracy)
 
 
 def mean_and_deviation(curves: Iterable[Curve]) -> tuple[list[int], list[float], list[float]]:
-    """Return the rounds, and in each of them mean and standard deviation over the curves."""
+    """Return the rounds, and mean and standard deviation over curves in each."""
     values: dict[int, list[float]] = {}
     for t, value in chain.from_iterable(curves):
         if value is not None:
@@ -261,7 +278,7 @@ def mean_and_deviation(curves: Iterable[Curve]) -> tuple[list[int], list[float],
 
 
 def draw_curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> None:
-    """Draw a line per method by round: the mean over seeds, and a band of one standard deviation.
+    """Draw a line per method: the mean over seeds, and one standard deviation.
 
     Args:
         lines: Method -> seed -> curve, with accuracies between 0 and 1.

@@ -1,4 +1,4 @@
-"""Show the progress of a run: a live line on a terminal or in a notebook, plain lines elsewhere."""
+"""Show a run's progress: a live line on a terminal or notebook, else plain lines."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ def format_duration(seconds: float) -> str:
 
 
 class Watcher(Monitor):
-    """Show each phase of a round while it runs, and a line for each finished round.
+    """Display of a run: each phase while it runs, a line for each finished round.
 
     Args:
         console: Where to print.
         rounds: The run's last round.
-        tell: Called with the record of each finished round.
+        on_round: Called with the record of each finished round.
     """
 
     def __init__(
-        self, console: Console, rounds: int, tell: Callable[[Round], None] | None = None
+        self, console: Console, rounds: int, on_round: Callable[[Round], None] | None = None
     ) -> None:
         self.console = console
         self.rounds = rounds
-        self.tell = tell
+        self.on_round = on_round
         self.round = 1
         self._started = time.monotonic()
         self._begun = 0  # rounds that were done before
@@ -100,8 +100,8 @@ class Watcher(Monitor):
             self.console.print(f"  {failure}")
         for warning in record.warnings:
             self.console.print(f"  {warning}", style="yellow")
-        if self.tell is not None:
-            self.tell(record)
+        if self.on_round is not None:
+            self.on_round(record)
         self.round = record.round + 1
 
     def remaining_time(self, record: Round) -> str:
@@ -113,7 +113,7 @@ class Watcher(Monitor):
         return f", {'about ' * (remaining >= 0.1)}{format_duration(remaining)} left"
 
     def line(self, record: Round) -> str:
-        """Summarise a round in one line."""
+        """Summarise a round in one line: accuracies, traffic, time and time left."""
         clients = []
         for test in ("global", "local"):
             values = record.values(test)
@@ -138,7 +138,7 @@ class Watcher(Monitor):
 
     @contextmanager
     def _show(self, title: str, total: float) -> Iterator[None]:
-        """Show a phase; phases can be nested."""
+        """Display a phase inside the block; phases can be nested."""
         outer = self._phase
         self._phase = self._new_phase(title, total)
         try:
@@ -157,7 +157,7 @@ class Watcher(Monitor):
 
 
 class Work(Watcher):
-    """Show the phases of work that is not a run."""
+    """Display of the phases of work that is not a run."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, 0)
@@ -173,7 +173,7 @@ class HasMonitor(Protocol):
 
 
 class Onlooker(Watcher):
-    """Show one live line for a loop in Python, whose author prints the results."""
+    """Display of one live line for a loop in Python, which prints results itself."""
 
     def __init__(self, console: Console, rounds: int) -> None:
         super().__init__(console, rounds)
@@ -211,11 +211,14 @@ class Onlooker(Watcher):
 
 
 def make_onlooker(rounds: int, done: int) -> Onlooker | None:
-    """Return a watcher for a loop in Python; None where there is neither terminal nor notebook.
+    """Return a progress display for a loop in Python.
 
     Args:
         rounds: The loop's last round.
         done: The number of rounds that are finished already.
+
+    Returns:
+        The display, or None where there is neither terminal nor notebook.
     """
     console = Console(stderr=True, highlight=False, emoji=False)
     if not console.is_jupyter and not sys.stderr.isatty():
@@ -311,7 +314,7 @@ class _Cell(_Phase):
 
 
 class ManyRuns:
-    """Show several runs at once: a line for each that ends and, on a terminal, progress bars."""
+    """Progress of several runs: a line for each that ends; bars on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -350,6 +353,6 @@ class ManyRuns:
                 self.tasks[name] = self.progress.add_task(name, total=of)
             self.progress.update(self.tasks[name], completed=done)
 
-    def tell(self, line: str) -> None:
+    def show_line(self, line: str) -> None:
         """Print a line, such as the result of a run that has ended."""
         self.console.print(line)

@@ -1,4 +1,4 @@
-"""Select a run's best round and stop it early, by validation accuracy and never by tests."""
+"""Select a run's best round, and stop early, by validation accuracy only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Selection", "Stop", "best_round", "validation_accuracy"]
 
 
 def validation_accuracy(record: Round) -> float | None:
-    """Return the accuracy by which rounds are compared, or None if the round recorded none.
+    """Return the accuracy by which rounds are compared; None if none was recorded.
 
     It is the primary model's accuracy on all validation images: that of the server's model, or the
     mean over clients. Where every site has only its own images, it is the clients' mean on those.
@@ -24,7 +24,7 @@ def validation_accuracy(record: Round) -> float | None:
 
 
 def best_round(records: Iterable[Round]) -> Round | None:
-    """Return the first round with the highest validation accuracy; None if no round has one."""
+    """Return the first round with the highest validation accuracy, if any has one."""
     best = None
     highest = -1.0
     for record in records:
@@ -57,7 +57,11 @@ class Stop:
 
     @classmethod
     def from_json(cls, text: str) -> Stop:
-        """Read what `to_json` wrote; raise ValueError for anything else."""
+        """Parse the JSON text of an early stop.
+
+        Raises:
+            ValueError: The text is not what `to_json` returns.
+        """
         try:
             return cls(**json.loads(text))
         except TypeError as error:
@@ -65,7 +69,7 @@ class Stop:
 
 
 class Selection:
-    """The validation accuracy of a run so far: its best round, and whether to stop early."""
+    """The best round by validation so far, and whether to stop early."""
 
     def __init__(self, patience: int | None) -> None:
         self.patience = patience
@@ -75,7 +79,7 @@ class Selection:
         self.measured: list[int] = []  # rounds that recorded a validation accuracy
 
     def add(self, record: Round) -> None:
-        """Take a finished round into account."""
+        """Update the best round with a finished round's validation accuracy."""
         value = validation_accuracy(record)
         if value is None:
             return
@@ -83,8 +87,12 @@ class Selection:
         if value > self.highest:
             self.best, self.highest = record.round, value
 
-    def overrule(self, stop: Stop) -> Stop:
-        """Count patience again from an early stop on, and return the stop as overruled."""
+    def ignore_stop(self, stop: Stop) -> Stop:
+        """Ignore an early stop: count patience again from its round on.
+
+        Returns:
+            The stop, marked as overruled for the run's folder.
+        """
         self.restart = stop.round
         return replace(stop, overruled=True)
 

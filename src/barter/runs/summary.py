@@ -1,4 +1,4 @@
-"""Summarise several runs in a table: accuracies over seeds, costs, and confidence intervals."""
+"""Summarise several runs: accuracies over seeds, costs, confidence intervals."""
 
 from __future__ import annotations
 
@@ -141,13 +141,12 @@ def final_value(rounds: Sequence[Round], metric: str) -> float | None:
 
 def metric_curves(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
     """Return a metric of every run by round: method -> seed -> curve."""
-    return {
-        name: {
-            seed: [(r.round, metric_value(r, metric)) for r in rounds]
-            for seed, rounds in runs.items()
-        }
-        for name, runs in results.items()
-    }
+    curves: dict[str, dict[int, Curve]] = {}
+    for name, runs in results.items():
+        curves[name] = {}
+        for seed, rounds in runs.items():
+            curves[name][seed] = [(r.round, metric_value(r, metric)) for r in rounds]
+    return curves
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,10 @@ class Summary:
 
 @dataclass(frozen=True)
 class Question:
-    """The metric to compare, the baseline method, and the target accuracy to count rounds for."""
+    """The metric to compare, the baseline method, and a target accuracy.
+
+    The table counts the rounds that each method needs to reach the target.
+    """
 
     metric: str = "primary"
     baseline: str | None = None
@@ -217,7 +219,12 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def summarise(results: Results, question: Question) -> Comparative:
-    """Summarise every method, in the given order."""
+    """Summarise every method over its seeds, in the given order.
+
+    Args:
+        results: Method -> seed -> rounds.
+        question: Metric, baseline and target. Differences to the baseline are taken seed by seed.
+    """
     metric = question.metric
     baseline = question.baseline
     target = question.target
@@ -265,7 +272,7 @@ def summarise(results: Results, question: Question) -> Comparative:
 
 
 def _number(value: float, metric: str, *, sign: str = "") -> str:
-    """Return a value of a metric as text: shares in percent, other numbers as they are."""
+    """Format a value of a metric: fractions in percent, other numbers as they are."""
     return f"{100 * value:{sign}.1f}" if is_share(metric) else f"{value:{sign}.4g}"
 
 
@@ -305,7 +312,7 @@ def _reached(summary: Summary) -> str:
 
 
 def summary_cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
-    """Return headings and rows of a table; a cell is its text and whether it is the best.
+    """Return headings and rows of a table; a cell is text and whether it is best.
 
     Where methods have different primary models, the first accuracy is that of each method's primary
     model, which the column before names. Otherwise the column of that model comes first.
@@ -314,7 +321,11 @@ def summary_cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str
     question = compared.question
     primary = {s.primary for s in summaries}
     mixed = len(primary) > 1
-    first = ["primary"] if mixed else ["server"] if primary == {"server"} else []
+    first = []
+    if mixed:
+        first = ["primary"]
+    elif primary == {"server"}:
+        first = ["server"]
     wanted = dict.fromkeys([*first, *ALWAYS, question.metric])
     shown = [key for key in wanted if any(s.accuracies[key].values for s in summaries)]
     shown = [key for key in shown if key != "primary" or mixed]
@@ -370,7 +381,7 @@ def to_markdown(compared: Comparative) -> str:
 
 
 def to_latex(compared: Comparative) -> str:
-    """Return the table as LaTeX with booktabs; the best value of each accuracy is bold."""
+    """Return the table as LaTeX with booktabs, with the best accuracies in bold."""
     headings, rows = summary_cells(compared)
     special = {
         "\\": r"\textbackslash{}",
@@ -395,7 +406,7 @@ def to_latex(compared: Comparative) -> str:
 
 
 def to_csv(compared: Comparative) -> str:
-    """Return the table as CSV with unformatted numbers: accuracies in 0..1, bytes, seconds."""
+    """Return the table as CSV with plain numbers: accuracies in 0..1, seconds."""
     metrics = list(dict.fromkeys([*METRICS, compared.question.metric]))
     fields = ["method", "seeds", "primary_model"]
     fields += [f"{key.replace('-', '_')}_{part}" for key in metrics for part in ("mean", "std")]

@@ -1,4 +1,4 @@
-"""Tables for the terminal: a finished run by client, accuracies, and numbers of samples."""
+"""Tables for the terminal: a run by client, accuracies, numbers of samples."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 
+# "alone" is the accuracy after local training only, before any exchange.
 CLIENT_HEADINGS = (
     "client",
     "images",
@@ -90,7 +91,7 @@ def closing_cells(
 ) -> tuple[list[list[str]], list[list[str]]]:
     """Return the rows of the clients, and the rows below them for means and sums.
 
-    The mean of local-only accuracies is shown beside the mean of the same clients afterwards ("with
+    The mean of local-only accuracies is shown next to the mean of the same clients afterwards ("with
     both"). Clients that took part are "active", those that never did are "idle".
 
     Args:
@@ -124,7 +125,14 @@ def _together(
     samples: Sequence[int] | None,
     traffic: Sequence[Sequence[float]],
 ) -> list[list[str]]:
-    """Return the rows below the clients: means and sums, and the server's model."""
+    """Return the rows below the clients: means and sums, and the server's model.
+
+    Args:
+        records: The rounds.
+        after: Test -> client -> last accuracy.
+        samples: The number of images of each client; None if unknown.
+        traffic: Bytes up and down of each client.
+    """
     everyone = set(records[-1].clients)
     active = participants(records) or everyone
     gains = {test: accuracy_gain(records, test) for test in TESTS}
@@ -189,7 +197,10 @@ def closing_table(
     samples: Sequence[int],
     classes: Sequence[Sequence[int]],
 ) -> Table:
-    """Return a table by client: data, accuracy local only and now, and traffic; fits 80 columns."""
+    """Return a table by client: data, accuracies and traffic; fits 80 columns.
+
+    The accuracies are those before any exchange (local only) and those after the last round.
+    """
     last = records[-1].round
     title = f"after round {last}, accuracy in %: on the global test set and the client's own"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
@@ -206,7 +217,12 @@ def closing_table(
 
 
 def accuracy_table(networks: Sequence[tuple[str, str]], values: Sequence[float]) -> Table:
-    """Return a table of accuracies in percent; `networks` are pairs of owner and architecture."""
+    """Return a table of accuracies in percent, with the mean over clients.
+
+    Args:
+        networks: Owner and architecture of each network.
+        values: Accuracy of each network, from 0 to 1.
+    """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for heading in ("network", "architecture", "accuracy"):
         table.add_column(heading, justify="right" if heading == "accuracy" else "left")
@@ -222,7 +238,13 @@ def accuracy_table(networks: Sequence[tuple[str, str]], values: Sequence[float])
 
 
 def count_table(kind: str, counts: Sequence[Sequence[int]], names: Sequence[str]) -> Table:
-    """Return a table of numbers of samples by client and class, or by client and domain."""
+    """Return a table of numbers of samples by client and class or domain.
+
+    Args:
+        kind: "class" or "domain".
+        counts: Client -> number of samples of each.
+        names: Names of the classes or domains.
+    """
     table = Table(title=f"samples by client and {kind}", box=box.SIMPLE_HEAD)
     table.add_column("client", justify="right")
     for name in names:

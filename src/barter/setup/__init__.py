@@ -1,1 +1,1 @@
-"""Build a federation from a configuration: its networks, clients and server, on this machine."""
+"""Build a federation from a configuration: networks, clients and server."""

@@ -1,4 +1,7 @@
-"""Assemble clients, server, engine and data from a configuration; `experiment.py` runs them."""
+"""Assemble clients, server, engine and data from a configuration.
+
+`experiment.py` runs them.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ class Federation:
 def resolve_partition(
     data: Data, partition: str | Partition | Sequence[Sequence[int]] | None, clients: int | None
 ) -> tuple[Partition, int]:
-    """Return the partition and the number of clients, from what is given and from the data.
+    """Return partition and number of clients, from the arguments and the data.
 
     Data with several domains, data that are split already, and lists of indices determine both.
 

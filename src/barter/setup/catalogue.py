@@ -1,4 +1,4 @@
-"""List algorithms, models, data sets, partitions and configuration keys without loading torch.
+"""List algorithms, models, data sets and keys without loading torch.
 
 The names are parsed from the source of the registries. Importing those would load torch, which
 takes seconds, and `barter list`, help and error messages should not wait for it.
@@ -113,7 +113,7 @@ def _text(kind: ast.ClassDef, name: str) -> str:
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Return every key that a configuration can have, with any algorithm and partition."""
+    """Return every configuration key of any algorithm and partition."""
     algorithms = [ast.parse(file.read_text()) for file in PACKAGE.glob("algorithms/*.py")]
     kinds = {
         "": [_class(_source("setup", "config"), "Config")],

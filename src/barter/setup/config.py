@@ -127,7 +127,8 @@ class Config:
     adversaries: Adversaries = dataclasses.field(default_factory=Adversaries)
     # the folder of a run whose trained networks are the initial ones; empty: start from the seed
     start: str = ""
-    # checkpoint to keep beside those of the last rounds: none, or that of the best one on validation
+    # checkpoint to keep in addition to those of the last rounds: none, or that of the best one on
+    # validation
     keep: Literal["last", "best"] = "last"
     keep_rounds: Count = 2  # number of last rounds whose checkpoints are kept
     # stop when validation accuracy has not improved for this number of rounds; none: never
@@ -166,7 +167,7 @@ class Config:
             )
 
     def _require_defence(self) -> None:
-        """Raise if robust aggregation or the adversaries mean nothing to the algorithm."""
+        """Raise ConfigError if robust aggregation or adversaries do not fit the run."""
         title = type(self.algorithm).__name__
         if self.robust != "none" and not self.algorithm.aggregates:
             raise ConfigError(
@@ -193,7 +194,10 @@ class Config:
 
 
 class RunSettings(TypedDict, total=False):
-    """Fields of `Config` that `Experiment` takes as they are; `Config` has meanings and defaults."""
+    """Fields of `Config` that `Experiment` takes unchanged.
+
+    `Config` has their meanings and defaults.
+    """
 
     rounds: int
     seed: int
@@ -253,14 +257,14 @@ def configure(
 
 
 def find_algorithm(name: str) -> type[Algorithm[Any, Any]]:
-    """Return the algorithm with a registered name or, as package.module:Class, any other."""
+    """Return the algorithm class of a registered name or package.module:Class."""
     return _find_class(name, "algorithm", ALGORITHMS, Algorithm, "round")
 
 
 def as_algorithm(
     given: Algorithm[Any, Any] | type[Algorithm[Any, Any]] | str,
 ) -> Algorithm[Any, Any]:
-    """Return an algorithm as it is, or make one with its defaults from its class or its name."""
+    """Return an algorithm; one given as class or name gets its defaults."""
     if isinstance(given, str):
         return build_dataclass(find_algorithm(given), {}, "algorithm.")
     if isinstance(given, type) and issubclass(given, Algorithm):
@@ -269,14 +273,25 @@ def as_algorithm(
 
 
 def find_partition(name: str) -> type[Partition]:
-    """Return the partition with a registered name or, as package.module:Class, any other."""
+    """Return the partition class of a registered name or package.module:Class."""
     return _find_class(name, "partition", PARTITIONS, Partition, "split")
 
 
 def _find_class(
     name: str, what: str, registry: Mapping[str, type[T]], base: type[T], method: str
 ) -> type[T]:
-    """Return a class by its registered name or by module:Class; it must implement `method`."""
+    """Return a class by its registered name or by module:Class.
+
+    Args:
+        name: The name.
+        what: What the class is, for messages.
+        registry: Name -> class.
+        base: The class that it must inherit.
+        method: The method that it must implement itself.
+
+    Raises:
+        ConfigError: There is no such class.
+    """
     if ":" not in name:
         if name not in registry:
             raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(name, registry)}")
@@ -334,7 +349,14 @@ def resolve(tree: Mapping[str, Any]) -> Config:
 
 
 def _as_split(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with partition and number of clients of data that are split already."""
+    """Set partition and number of clients for data that are already split.
+
+    Args:
+        values: The configuration as plain values. Other data are returned unchanged.
+
+    Raises:
+        ConfigError: The values contradict the data's split.
+    """
     data = values.get("data", {})
     partition = values.get("partition", {})
     source = str(data.get("source", "")) if isinstance(data, Mapping) else ""
@@ -394,7 +416,7 @@ def read_run_values(run: Path) -> dict[str, Any]:
 
 
 def _with_earlier_rules(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values of a run, with the hold-out rule of versions that did not write it.
+    """Add the hold-out rule to a run of a version that did not record it.
 
     They held out every fifth image of each class. The test images of named sources are fixed.
     """
@@ -405,7 +427,7 @@ def _with_earlier_rules(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """Return the values changed by `key=value` settings; a dot in a key leads into a table.
+    """Return the values changed by `key=value` settings, such as "data.source=x".
 
     A new name resets its table, since its fields belong to another algorithm or partition.
 
@@ -455,7 +477,7 @@ def _rank(setting: tuple[list[str], Any]) -> int:
 
 
 def _refuse_unknown(path: list[str], algorithm: object) -> None:
-    """Raise for a key that no configuration has, and suggest the nearest key for this algorithm.
+    """Raise ConfigError for an unknown key and suggest the nearest known one.
 
     Where no key is near, the message lists the keys of the same table, or the tables.
     """
@@ -470,7 +492,7 @@ def _refuse_unknown(path: list[str], algorithm: object) -> None:
         raise ConfigError(f"unknown key {key!r}: it is called 'algorithm.{present}' now")
     keys = _keys_with(algorithm)
     same_table = sorted(known for known in keys if known.startswith(f"{path[0]}."))
-    # Compared without the table's name, which would make all of its keys look alike.
+    # Compared without the table's name, which would make all of its keys similar.
     short = {known.partition(".")[2]: known for known in same_table}
     near = short.get(nearest_name(path[-1], short) or "") or nearest_name(path[-1], keys)
     if near is not None:
@@ -487,13 +509,13 @@ def _refuse_unknown(path: list[str], algorithm: object) -> None:
 
 
 def _registered(algorithm: object) -> type[Algorithm[Any, Any]] | None:
-    """Return the registered algorithm that a table names; None if it names another one."""
+    """Return the registered algorithm that a table names; None for another one."""
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
     return ALGORITHMS.get(str(name or TABLES["algorithm"]["name"]))
 
 
 def _keys_with(algorithm: object) -> frozenset[str]:
-    """Return the keys of a configuration with this algorithm, without those of other algorithms."""
+    """Return the configuration keys with this algorithm, without other algorithms'."""
     table = "algorithm."
     kind = _registered(algorithm)
     if kind is None:
@@ -512,7 +534,7 @@ def _value(text: str) -> Any:
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Return every value of the configuration, including defaults, as a TOML file holds them."""
+    """Return all values of a configuration, with defaults, as a TOML file has them."""
 
     def fields(value: Any) -> dict[str, Any]:
         return {f.name: _as_toml(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -575,9 +597,14 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 def first_difference(
     one: Mapping[str, Any], other: Mapping[str, Any], but: Iterable[str]
 ) -> str | None:
-    """Return the first key whose values differ, ignoring the keys `but`; None if there is none.
+    """Return the first key whose values differ; None if there is none.
 
     A dot in the result leads into a table.
+
+    Args:
+        one: Values.
+        other: Values to compare them with.
+        but: Keys to ignore.
     """
     for key in sorted((one.keys() | other.keys()) - set(but)):
         first = one.get(key)

@@ -1,4 +1,4 @@
-"""Resolve a configuration's hardware settings: device, device memory, precision and CPU threads."""
+"""Resolve hardware settings: device, device memory, precision, CPU threads."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
 
 
 def limit_memory(device: torch.device, gib: float | None) -> int:
-    """Limit the device memory that torch may allocate, and return the limit in bytes; 0 on the CPU.
+    """Limit the device memory that torch may allocate; return the limit in bytes.
+
+    The result is 0 on the CPU.
 
     Args:
         device: The run's device.
@@ -82,9 +84,10 @@ def limit_memory(device: torch.device, gib: float | None) -> int:
 
 
 def with_threads(config: Config, out: Path | None, *, resume: bool) -> Config:
-    """Return the configuration with its number of CPU threads set, unless the run is on a GPU.
+    """Return the configuration with its number of CPU threads set.
 
-    It is the configured number, that of the run to resume, or the number of idle cores.
+    It is the configured number, that of the run to resume, or the number of idle cores. On a GPU,
+    the configuration is returned unchanged.
     """
     if config.threads is not None or resolve_device(config.device).type != "cpu":
         return config

@@ -47,7 +47,7 @@ def initial_network(name: str, spec: Spec, seed: int, own: Own | None = None) ->
         name: The architecture.
         spec: Shape and number of classes of the images.
         seed: The run's seed.
-        own: The module or factory behind the name, if it was given in Python.
+        own: The module or factory of this name, if it was given in Python.
     """
     with seeds.scope(seed, "weights", name):
         return zoo.build_network(name, spec, own)
@@ -66,7 +66,7 @@ def architecture_names(algorithm: Algorithm[Any, Any], models: str, clients: int
 
 
 def describe_networks(spec: Spec, classes: Sequence[str], names: Mapping[int, str]) -> Payload:
-    """Return the description of networks that makes a checkpoint usable without the data."""
+    """Return what a checkpoint needs so that its networks load without the data."""
     return {"spec": spec.plain(), "classes": list(classes), "architectures": dict(names)}
 
 
@@ -82,7 +82,7 @@ class Parts:
 def cut_networks(
     config: Config, names: Mapping[int, str], networks: Mapping[int, Classifier], spec: Spec
 ) -> Parts:
-    """Make the networks of all parties from full-width networks of their architectures.
+    """Make all parties' networks from full-width networks of their architectures.
 
     Clients with the same architecture and width share one network object.
 
@@ -124,7 +124,7 @@ def make_all_networks(
 
     Args:
         config: The configuration; if all models are given by name, its `models` counts.
-        listed: Models as pairs of a name and the module or factory behind it, or None.
+        listed: Models as pairs of a name and its module or factory, or None.
         spec: Shape and number of classes of the images.
     """
     own = dict(listed)
@@ -165,7 +165,16 @@ def require_apart(config: Config, overlap: int) -> None:
 def make_client(
     config: Config, k: int, network: Classifier, architecture: str, task: Task, device: torch.device
 ) -> Client:
-    """Build client k with its network, training data and tests."""
+    """Build client k with its network, training data and tests.
+
+    Args:
+        config: The configuration.
+        k: The client's id.
+        network: The initial network, which is copied.
+        architecture: The network's name.
+        task: The data of all clients.
+        device: Where the client computes.
+    """
     tests = {"global": task.global_test, "local": task.local_tests[k]}
     if task.global_validation is not None:
         tests |= {"val": task.global_validation, "val_local": task.validation[k]}

@@ -1,11 +1,12 @@
 """Ask for consent before code that a run's folder names is imported.
 
 A configuration may name code: an algorithm, a partition, networks or data as `module:name`, or a
-TorchScript file. Whoever starts a run has named that code. A run's folder may come from elsewhere,
+TorchScript file. The user who starts a run names that code. A folder may come from elsewhere,
 so what its files name is imported only with consent: `--trust`, `trust=True` in Python, or a record
 that this user started or resumed the run in this folder with the same code.
 
-The records are in the user's state folder and not in the run's, so nobody can send them along.
+The records are in the user's state folder and not in the run's, so they cannot be sent along with
+a folder.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def read_run(run: Path, granted: Collection[str] = ()) -> Config:
-    """Read the configuration of a run's folder, with consent to the code that it names.
+    """Read the configuration of a run's folder; require consent to code it names.
 
     Args:
         run: The run's folder.
@@ -121,9 +122,9 @@ def require_consent(run: Path, names: Collection[str]) -> None:
 
 
 def note_consent(run: Path, names: Collection[str]) -> None:
-    """Record that this user runs code of these names in a folder, so that it is not asked for again.
+    """Record that this user consents to code of these names in a run's folder.
 
-    Records of folders that are no more are removed.
+    It is then not asked for again. Records of deleted folders are removed.
     """
     if not names or set(names) <= set(_consent(run)):
         return

@@ -1,1 +1,4 @@
-"""Check that a method follows the rules for all methods, also with an adversarial client."""
+"""Check that a method follows the rules for all methods.
+
+One rule is that an adversarial client does no harm.
+"""

@@ -1,4 +1,4 @@
-"""An adversarial client that sends malformed or extreme answers, which every method must tolerate."""
+"""An adversarial client, whose malformed or extreme answers must do no harm."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _put(tree: Payload, place: Any, value: Payload) -> Payload:
 
 
 def _replacements(value: Payload) -> list[MalformedAnswer]:
-    """Return wrong values to send instead of a value."""
+    """Return wrong values to send instead of a value, each with a description."""
     other: list[MalformedAnswer] = [
         ("a word", "nonsense"),
         ("a list", [value]),
@@ -125,7 +125,7 @@ def _is_variance(path: str) -> bool:
 
 
 def _enlarge(answer: Payload, earlier: Payload, times: float = 1000.0) -> Payload:
-    """Multiply all numbers."""
+    """Multiply all float tensors by `times`, up to the contracts' bound."""
 
     def scale(path: str, value: Any) -> Any:
         return (value * times).clamp(-BOUND, BOUND) if _is_float(value) else value
@@ -134,12 +134,12 @@ def _enlarge(answer: Payload, earlier: Payload, times: float = 1000.0) -> Payloa
 
 
 def _enlarge_less(answer: Payload, earlier: Payload) -> Payload:
-    """Multiply all numbers by so little that it may pass."""
+    """Multiply all float tensors by a factor small enough that it may pass."""
     return _enlarge(answer, earlier, 9.0)
 
 
 def _put_at_bound(answer: Payload, earlier: Payload) -> Payload:
-    """Set the last float tensor to the bounds of contracts, and bytes to their largest value."""
+    """Set the last float tensor to the contracts' bounds, and bytes to 255."""
     last = [path for path, value in leaves(answer, "") if _is_float(value)][-1:]
 
     def put(path: str, value: Any) -> Any:
@@ -173,7 +173,7 @@ def _set_variances(answer: Payload, number: float) -> Payload:
 
 
 def _swap(answer: Payload, earlier: Payload) -> Payload:
-    """Exchange tensors of equal shape; reverse the rows of a tensor that has no counterpart."""
+    """Exchange tensors of equal shape; reverse the rows of one without partner."""
     by_shape: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
     for path, value in leaves(answer, ""):
         if _is_float(value):
@@ -200,7 +200,7 @@ REFUSED: Mapping[str, Attack] = {
     "numbers are 1000 times as large": _enlarge,
     "numbers are at the bounds of the contract": _put_at_bound,
 }
-# Attacks that may pass, because they look honest.
+# Attacks that may pass, because they resemble honest answers.
 PLAUSIBLE: Mapping[str, Attack] = {
     "variances are zero": _clear_variances,
     "tensors are swapped": _swap,
@@ -211,7 +211,7 @@ ATTACKS: Mapping[str, Attack] = {**REFUSED, **PLAUSIBLE}
 
 
 class AdversarialClient:
-    """Replace answers of an engine's last client by malformed or extreme ones.
+    """An engine's last client, whose answers become malformed or extreme.
 
     It does so in every evaluation, and in one other method per round. Of each method, an answer is
     sent that its contract rejects, then malformed ones that it accepts, then attacks that must be
@@ -230,12 +230,15 @@ class AdversarialClient:
         self.earlier: dict[str, Payload] = {}  # method -> the client's first correct answer
         # methods with an answer of this round that must be refused
         self.caught: list[str] = []
-        self.said = ""  # description of this round's malformed answer
+        self.description = ""  # description of this round's malformed answer
 
     def receive_answer(
         self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
     ) -> Payload:
-        """Replace `BaseEngine.receive_answer`: pass on a malformed answer of the adversarial client."""
+        """Replace the adversarial client's answer, then receive it as the engine does.
+
+        It stands in for `BaseEngine.receive_answer`.
+        """
         if client == self.client:
             correct = isolate(answer)
             if method not in self.plan:
@@ -248,8 +251,11 @@ class AdversarialClient:
         return self.arrive(answer, method, client, sent)
 
     def target(self) -> str:
-        """Return the method whose answer is malformed next: the one with most left; or none."""
-        if self.said:
+        """Return the method whose answer is malformed next; empty if none is left.
+
+        It is the one with the most malformed answers left.
+        """
+        if self.description:
             return ""
         left = {
             method: len(plan)
@@ -259,7 +265,7 @@ class AdversarialClient:
         return max(left, key=lambda method: left[method], default="")
 
     def prepare(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> list[str]:
-        """Return the descriptions of malformed answers and attacks, in the order of sending."""
+        """Return descriptions of malformed answers and attacks, in sending order."""
         accepted: list[str] = []
         rejected: list[str] = []
         if answer is not None:
@@ -284,7 +290,10 @@ class AdversarialClient:
         return first + accepted[::step][:MOST_ACCEPTED] + attacks
 
     def malform(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Payload:
-        """Return the next malformed answer; the correct one if there is none left."""
+        """Return the next malformed answer of the plan; if none is left, the correct one.
+
+        Methods whose answer must be refused are noted in `caught`.
+        """
         plan = self.plan[method]
         if not plan:
             return answer
@@ -300,7 +309,7 @@ class AdversarialClient:
         if valid is None or at_bound or (attack is not None and valid.networks):
             self.caught.append(method)
         if method != EVALUATE_METHOD:
-            self.said = f"{description}, to {method!r}"
+            self.description = f"{description}, to {method!r}"
         return malformed
 
     def check(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Valid | None:
@@ -314,13 +323,13 @@ class AdversarialClient:
             return None
 
     @property
-    def beside(self) -> str:
+    def situation(self) -> str:
         """Describe the adversarial client's answers of this round, for messages."""
-        return f"beside a client whose {self.said or 'evaluations are nonsense'}"
+        return f"with a client whose {self.description or 'evaluations are nonsense'}"
 
     def next_round(self) -> bool:
         """Return whether all malformed answers were sent, and begin the next round."""
-        self.said = ""
+        self.description = ""
         self.caught = []
         self.attack = ""
         if self.target():
@@ -329,7 +338,7 @@ class AdversarialClient:
         if not self.last:
             return True
         self.attack = self.last.pop(0)
-        self.said = self.attack
+        self.description = self.attack
         return False
 
 

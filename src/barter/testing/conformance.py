@@ -72,7 +72,15 @@ class Trial:
         resume: bool = False,
         min_clients: int | None = None,
     ) -> Experiment:
-        """Return a new small federation that runs the method."""
+        """Return a new small federation that runs the method on few digits.
+
+        Args:
+            seed: The run's seed.
+            cores: Number of processes for clients.
+            out: The run's folder, if any.
+            resume: Continue the run in the folder.
+            min_clients: Number of clients that must answer; all if None.
+        """
         # With two architectures, two of the three clients have the same one.
         models = (
             "small-mlp" if self.algorithm.server_model.one_architecture else "small-mlp,small-cnn"
@@ -103,16 +111,16 @@ class Trial:
     @cached_property
     def straight(self) -> Outcome:
         """Return the outcome of an undisturbed run, which others are compared with."""
-        return self.over(self.heard)
+        return self.over(self.recorded_calls)
 
     @cached_property
-    def heard(self) -> Listening:
-        """Return the wire of the undisturbed run."""
+    def recorded_calls(self) -> Listening:
+        """Return the wire of the undisturbed run, which records the calls."""
         return Listening(self.algorithm.may_be_infinite)
 
 
 def few_digits(images: int = IMAGES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return training images and labels, and a quarter as many for tests, for very short rounds."""
+    """Return few training images and labels, and a quarter as many for tests."""
     digits = load_dataset("digits")
     test = images // 4
     return (
@@ -159,14 +167,14 @@ def _difference(value: Any, other: Any) -> str:
 
 
 def is_documented(trial: Trial) -> None:
-    """it is documented: a docstring, a comment on every field, `crosses`, and return types"""
+    """Check that the method is documented and its return types can be compiled."""
     kind = trial.kind
     if not kind.__doc__ or kind.__doc__.startswith(f"{kind.__name__}("):
         raise Violation(f"{kind.__name__} has no docstring")
     for field in describe_fields(kind):
         if len(field.meaning) <= 5:
             raise Violation(
-                f"{field.name} has no comment behind it: its meaning, and the paper's symbol"
+                f"{field.name} has no comment next to it: its meaning, and the paper's symbol"
             )
     if not hasattr(kind, "crosses"):
         raise Violation(f'{kind.__name__} has no crosses = {{"method": Crossing(...)}}')
@@ -185,7 +193,7 @@ def is_documented(trial: Trial) -> None:
 
 
 def runs(trial: Trial) -> None:
-    """it runs, its methods return what they declare, all clients and its primary model are tested"""
+    """Check that clients and the primary model have an accuracy in each round."""
     for t, clients, server, _ in trial.straight[1]:
         if trial.kind.primary == "server" and not 0 <= server.get("global", -1) <= 1:
             raise Violation(f"round {t}: primary is 'server', and the server has no accuracy")
@@ -195,7 +203,7 @@ def runs(trial: Trial) -> None:
 
 
 def crosses_what_it_says(trial: Trial) -> None:
-    """it exchanges what `crosses` declares"""
+    """Check that calls and their directions are those that `crosses` declares."""
     _, records = trial.straight
     totals: dict[str, dict[str, int]] = {}
     for _, _, _, by_method in records:
@@ -209,7 +217,7 @@ def crosses_what_it_says(trial: Trial) -> None:
             crossing = trial.kind.crosses[method]
             if (bytes_ > 0) != bool(crossing.down if way == "down" else crossing.up):
                 raise Violation(f"{method}: {bytes_} bytes go {way}, crosses says '{crossing}'")
-    last = [method for method in trial.heard.methods if method != "evaluate"][-1:]
+    last = [method for method in trial.recorded_calls.methods if method != "evaluate"][-1:]
     if last and last != list(trial.kind.crosses)[-1:]:
         raise Violation(
             f"a round's last call is {last[0]!r}: crosses must name it last, evaluation rides on it"
@@ -225,7 +233,7 @@ class Coded(Wire):
 
 
 def survives_the_wire(trial: Trial) -> None:
-    """its payloads survive serialisation, as for another machine"""
+    """Check that results are the same if payloads are sent as bytes."""
     _require_same(
         trial.over(Coded(trial.algorithm.may_be_infinite)), trial.straight, "sent as bytes"
     )
@@ -250,16 +258,16 @@ class Vandalised(Wire):
 
 
 def isolates_parties(trial: Trial) -> None:
-    """copies of its payloads share no memory with the sender's data"""
+    """Check that results are the same if receivers overwrite their payloads."""
     _require_same(
         trial.over(Vandalised(trial.algorithm.may_be_infinite)),
         trial.straight,
-        "beside a receiver that overwrites its copy",
+        "with a receiver that overwrites its copy",
     )
 
 
 def resumes(trial: Trial) -> None:
-    """an interrupted and resumed run ends with bitwise equal results"""
+    """Check that a run interrupted after round 1 ends with the same results."""
     with tempfile.TemporaryDirectory() as folder:
         first = trial.federation(out=Path(folder) / "run")
         begun = outcome(first, 1)
@@ -277,7 +285,7 @@ def resumes(trial: Trial) -> None:
 
 
 def ignores_the_order(trial: Trial) -> None:
-    """the order in which clients are called does not matter"""
+    """Check that results are the same if the last client is called first."""
     experiment = trial.federation()
     experiment.engine.order = lambda ids: sorted(ids, reverse=True)  # type: ignore[attr-defined]
     reason = "last client first (do clients share state outside of messages?)"
@@ -285,78 +293,90 @@ def ignores_the_order(trial: Trial) -> None:
 
 
 def runs_side_by_side(trial: Trial) -> None:
-    """clients in separate processes end with bitwise equal results"""
+    """Check that results are the same with clients in separate processes."""
     reason = "clients in processes (does a method change state that is not its client's?)"
     _require_same(outcome(trial.federation(cores=2)), trial.straight, reason)
 
 
 def follows_the_seed(trial: Trial) -> None:
-    """the same seed gives the same run"""
+    """Check that a second run with the same seed has the same results."""
     reason = "again with the same seed (use torch's random numbers only)"
     _require_same(outcome(trial.federation()), trial.straight, reason)
 
 
 def tolerates_malformed_answers(trial: Trial) -> None:
-    """one client with malformed or extreme answers harms no other client, and the run resumes"""
+    """Check that malformed answers of one client do no harm to others."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         first = trial.federation(min_clients=CLIENTS - 1, out=out)
         assert first.folder is not None
-        liar = AdversarialClient(first.engine)
+        adversary = AdversarialClient(first.engine)
         for _ in range(MOST_ROUNDS):
-            _step_beside(liar, first)
-            if liar.next_round():
+            _step_with_adversary(adversary, first)
+            if adversary.next_round():
                 break
         first.folder.release()
         second = trial.federation(min_clients=CLIENTS - 1, out=out, resume=True)
         assert second.folder is not None
         for _ in range(ROUNDS_AFTER):
-            liar.said = "answers were extreme in earlier rounds"
-            _step_beside(liar, second)
+            adversary.description = "answers were extreme in earlier rounds"
+            _step_with_adversary(adversary, second)
         second.folder.release()
 
 
-def _step_beside(liar: AdversarialClient, experiment: Experiment) -> None:
-    """Run a round beside an adversarial client; raise if it harms others or goes unnoticed."""
+def _step_with_adversary(adversary: AdversarialClient, experiment: Experiment) -> None:
+    """Run a round with an adversarial client.
+
+    Raises:
+        Violation: It harms others, or goes unnoticed.
+    """
     try:
         record = experiment.step()
     except Exception as error:
-        raise Violation(f"{liar.beside}: {_where(error)}") from error
+        raise Violation(f"{adversary.situation}: {_where(error)}") from error
     for failure in record.failures:
-        if not failure.startswith(f"client {liar.client} failed in "):
-            raise Violation(f"{liar.beside}: {failure}")
-    for method in liar.caught:
+        if not failure.startswith(f"client {adversary.client} failed in "):
+            raise Violation(f"{adversary.situation}: {failure}")
+    for method in adversary.caught:
         if not any(f"failed in {method!r}" in failure for failure in record.failures):
-            raise Violation(f"{liar.beside}: no failure of {method!r} is recorded")
+            raise Violation(f"{adversary.situation}: no failure of {method!r} is recorded")
     for at, leaf in leaves(isolate(experiment._state()), "state"):
         finite = not isinstance(leaf, Tensor) or bool(leaf.isfinite().all())
-        if not finite and f".clients.{liar.client}." not in at:
-            raise Violation(f"{liar.beside}: {at} holds NaN or infinity")
+        if not finite and f".clients.{adversary.client}." not in at:
+            raise Violation(f"{adversary.situation}: {at} holds NaN or infinity")
 
 
-CHECKS: tuple[Callable[[Trial], None], ...] = (
-    is_documented,
-    runs,
-    crosses_what_it_says,
-    survives_the_wire,
-    isolates_parties,
-    resumes,
-    ignores_the_order,
-    runs_side_by_side,
-    follows_the_seed,
-    tolerates_malformed_answers,
-)
+# Check -> the rule, as `barter check` prints it.
+CHECKS: dict[Callable[[Trial], None], str] = {
+    is_documented: (
+        "it is documented: a docstring, a comment on every field, `crosses`, and return types"
+    ),
+    runs: (
+        "it runs, its methods return what they declare, all clients and its primary model are "
+        "tested"
+    ),
+    crosses_what_it_says: "it exchanges what `crosses` declares",
+    survives_the_wire: "its payloads survive serialisation, as for another machine",
+    isolates_parties: "copies of its payloads share no memory with the sender's data",
+    resumes: "an interrupted and resumed run ends with bitwise equal results",
+    ignores_the_order: "the order in which clients are called does not matter",
+    runs_side_by_side: "clients in separate processes end with bitwise equal results",
+    follows_the_seed: "the same seed gives the same run",
+    tolerates_malformed_answers: (
+        "one client with malformed or extreme answers harms no other client, and the run resumes"
+    ),
+}
 
 
 def check_algorithm(algorithm: Algorithm[Any, Any]) -> Iterator[tuple[str, str]]:
-    """Check a method; yield each rule and the problem, which is empty if the method follows it.
+    """Check a method; yield each rule and its problem, empty if there is none.
 
     If the method does not run at all, the remaining checks are skipped.
     """
     trial = Trial(algorithm)
-    for check in CHECKS:
+    for check, rule in CHECKS.items():
         found = find_problem(check, trial)
-        yield check.__doc__ or "", found
+        yield rule, found
         if found and check is runs:
             return
 

@@ -30,7 +30,7 @@ FLAT = torch.contiguous_format
 
 
 def export_model(model: TrainedModel, to: Path) -> None:
-    """Export a network in the format of the file's suffix: .safetensors, .onnx or .pt2.
+    """Export a network to a file of suffix .safetensors, .onnx or .pt2.
 
     Raises:
         ConfigError: The file exists, has another suffix, or cannot be written.
@@ -67,7 +67,7 @@ def _quiet() -> Iterator[None]:
 
 
 def export_metadata(model: TrainedModel) -> dict[str, str]:
-    """Return the metadata that a file holds beside the weights; lists are JSON."""
+    """Return the metadata that a file holds next to the weights; lists are JSON."""
     spec = model.spec
     return {
         "made_by": f"barter {__version__}, {model.owner} after round {model.round}",
@@ -110,7 +110,16 @@ def _pt2(model: TrainedModel, to: Path) -> None:
 
 
 def _traced(model: TrainedModel, what: str, trace: Callable[..., Any]) -> Any:
-    """Trace the network as a graph for any number of images."""
+    """Trace the network as a graph for any number of images.
+
+    Args:
+        model: The network.
+        what: The format, for messages.
+        trace: A function of torch such as `torch.export.export`.
+
+    Raises:
+        ConfigError: The network cannot be traced.
+    """
     batch = torch.export.Dim("batch")
     example = torch.zeros(2, *model.spec.shape)
     try:

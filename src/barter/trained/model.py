@@ -1,4 +1,4 @@
-"""Load and evaluate the networks that a run has trained, without its training data."""
+"""Load and evaluate networks that a run has trained, without its data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class TrainedModel:
 
     @torch.no_grad()
     def __call__(self, images: Tensor | NDArray[Any]) -> Tensor:
-        """Return the logits (N, classes) of images that `prepare` accepts; N is 1 for one image.
+        """Return the logits (N, classes) of images; N is 1 for a single image.
+
+        `prepare` says which images are accepted.
 
         >>> import torch
         >>> from barter.core.images import Spec
@@ -125,7 +127,18 @@ def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
 def _restore(
     run: Path, checkpoint: tuple[int, Payload], client: int | None, own: Own | None
 ) -> TrainedModel:
-    """Restore a client's network, or the server's, from a checkpoint."""
+    """Restore a client's network, or the server's, from a checkpoint.
+
+    Args:
+        run: The run's folder.
+        checkpoint: Round and state.
+        client: The client's id; None for the server.
+        own: The network, if it was given in Python.
+
+    Raises:
+        CheckpointError: The checkpoint does not describe its networks.
+        ConfigError: The folder does not hold this network, or it cannot be built.
+    """
     config = read_run(run)
     round, state = checkpoint
     if "networks" not in state:
@@ -183,7 +196,7 @@ def _restore(
 
 
 def _described(run: Path, networks: Payload) -> tuple[dict[int, str], Spec, tuple[str, ...]]:
-    """Return what a checkpoint says of its networks: architectures, input format and classes.
+    """Return architectures, input format and classes from a checkpoint.
 
     Raises:
         CheckpointError: It is not what a run writes.
@@ -204,7 +217,7 @@ def _described(run: Path, networks: Payload) -> tuple[dict[int, str], Spec, tupl
 
 
 def _require_shapes(build: Callable[[], Classifier], weights: Mapping[str, Tensor]) -> None:
-    """Raise if weights are not of the shapes of a network, before memory for it is allocated.
+    """Check that weights have the shapes of a network, before allocating it.
 
     Raises:
         ValueError: A tensor is missing, unknown, or has another shape.
@@ -225,7 +238,7 @@ def _require_shapes(build: Callable[[], Classifier], weights: Mapping[str, Tenso
 def evaluate_networks(
     networks: Sequence[TrainedModel], dataset: Dataset, *, new: bool, device: torch.device
 ) -> tuple[int, list[float]]:
-    """Evaluate networks on a data set; return the number of images and each network's accuracy.
+    """Evaluate networks on a data set; return image count and accuracies.
 
     The test split is used. If the data set has none and is new to the run, all images are used.
 
@@ -244,16 +257,22 @@ def evaluate_networks(
             f"{dataset.name}: images of {dataset.x_test.shape[1]} channels for "
             f"{first.spec.channels}"
         )
-    x, y = dataset.x_test, dataset.y_test
+    x = dataset.x_test
+    y = dataset.y_test
     if new and dataset.held_out:
-        x, y = torch.cat([dataset.x_train, x]), torch.cat([dataset.y_train, y])
+        x = torch.cat([dataset.x_train, x])
+        y = torch.cat([dataset.y_train, y])
     labels = _class_indices(dataset, first.classes)[y]
     images = Images(x.to(device), labels.to(device), first.spec)
     return len(images), [accuracy(model.network.to(device), images) for model in networks]
 
 
 def _class_indices(dataset: Dataset, classes: Sequence[str]) -> Tensor:
-    """Map the classes of a data set to those of a run by their names; raise if one is unknown."""
+    """Return the run's class index for each class of a data set, by name.
+
+    Raises:
+        ConfigError: The run does not know a class.
+    """
     unknown = [name for name in dataset.classes if name not in classes]
     if not unknown:
         return torch.tensor([classes.index(name) for name in dataset.classes])

@@ -18,12 +18,14 @@ TOLERANCE = 1e-3  # how far floats may be outside of 0..1, because of rounding
 
 
 def to_pixels(images: Tensor | NDArray[Any], spec: Spec) -> Tensor:
-    """Return images as pixels (N, C, H, W) between 0 and 255: bytes stay bytes, floats are scaled.
+    """Return images as pixels (N, C, H, W) from 0 to 255, bytes or floats.
+
+    Bytes stay bytes; floats from 0 to 1 are scaled.
 
     Args:
         images: uint8 in 0..255 or floats in 0..1; (N, C, H, W) or (N, H, W, C), a single image
             without N, and for networks with one channel also without C.
-        spec: The network's input; its number of channels tells the layouts apart.
+        spec: The network's input; its number of channels distinguishes the layouts.
 
     Raises:
         ConfigError: The images have other types, values or shapes, or an ambiguous shape.
