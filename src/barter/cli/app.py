@@ -298,13 +298,14 @@ def reproduce(
 
     Finished runs are skipped; interrupted runs resume.
     """
+    if name is None:
+        from barter.cli.recipe_list import print_recipes
+
+        options = {"seeds": seeds, "rounds": rounds, "device": device, "data": data}
+        print_recipes({**options, "download": download, "out": out})
+        return
     from barter.cli import reproducing
 
-    options = {"seeds": seeds, "rounds": rounds, "device": device, "data": data, "out": out}
-    reproducing.require_name(name, options)
-    if name is None:
-        reproducing.print_recipes()
-        return
     reproducing.reproduce_recipe(name, seeds, rounds, device, data, out, jobs, download=download)
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,7 @@ class Reproduction:
             f"{mean + width:.1f} is expected (95 % prediction interval of {n} published seeds)"
         )
 
-    def columns(self) -> dict[str, Mapping[int, float]]:
+    def columns(self) -> dict[str, dict[int, float]]:
         """Return the mean by round of the published and of the new runs, under their names."""
         found = {}
         for name, runs in {"published": self.recipe.published, "this run": self.runs}.items():
