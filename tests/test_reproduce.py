@@ -33,7 +33,7 @@ def run(seed: int, *accuracies: float) -> StoredRun:
 
 def recipe(*published: StoredRun, tolerance: float = 2.0) -> PublishedRecipe:
     config = {"rounds": 2, "data": {"source": "npz:cifar10.npz"}, "device": "cuda"}
-    return PublishedRecipe("demo", "", "global", "0", tolerance, config, None, published)
+    return PublishedRecipe("demo", "demo", "", "global", "0", tolerance, config, None, published)
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -44,7 +44,7 @@ def test_recipes_hold_what_they_need(name: str) -> None:
     assert found.tolerance > 0
     assert found.published, "there is something to compare with"
     for published in found.published:
-        assert published.row == name
+        assert published.row == found.row
         assert published.value(found.metric) is not None
         assert published.rounds == list(range(1, config.rounds + 1))
         assert published.settings, "how it was run is stored, too"
@@ -97,7 +97,7 @@ def test_a_recipe_is_run_and_compared(
     assert re.search(r"^verdict: (below|within|above) the spread: \d", said, re.M)
     assert re.search(r"one seed took .*\d s", said)
     (stored,) = read_stored_runs(tmp_path / "runs" / "results.jsonl")
-    assert (stored.row, stored.seed, stored.rounds) == (name, 0, [1])
+    assert (stored.row, stored.seed, stored.rounds) == (find_recipe(name).row, 0, [1])
     assert stored.settings["algorithm.name"] == name.partition("-")[0]
     assert stored.version
 

@@ -75,7 +75,7 @@ def reproduce_recipe(
             f"{'; '.join(map(str, failed))}"
         )
     finished, _ = comparison.results()
-    runs = [store_run(name, job.config, finished[name][job.seed]) for job in planned]
+    runs = [store_run(recipe.row, job.config, finished[name][job.seed]) for job in planned]
     write_stored_runs(folder / RESULTS, runs)
     if recipe.published:
         _print_result(Reproduction(recipe, runs))

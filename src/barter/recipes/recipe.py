@@ -49,6 +49,7 @@ class PublishedRecipe:
     """One row of a table: how it is run, what the paper reports, and what barter has published."""
 
     name: str
+    row: str  # the name under which its runs are stored
     title: str
     metric: str  # the metric that the paper reports, as in `barter compare --metric`
     seeds: str  # the seeds of `barter reproduce`, unless others are given
@@ -129,6 +130,7 @@ def find_recipe(name: str) -> PublishedRecipe:
     figure = tree.get("paper")
     return PublishedRecipe(
         name=name,
+        row=tree.get("row", name),
         title=tree["title"],
         metric=tree["metric"],
         seeds=tree["seeds"],
