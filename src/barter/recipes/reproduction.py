@@ -93,6 +93,11 @@ def store_run(row: str, config: Config, rounds: Sequence[Round]) -> StoredRun:
     curve["bytes"] = [record.traffic("up") + record.traffic("down") for record in rounds]
     settings = dotted_settings(to_plain(config))
     kept = {key: value for key, value in settings.items() if key not in {*RESULT_FREE, "seed"}}
+    for key in ("data.source", "data.public"):
+        # Of a path, the name is enough: folders are those of one machine.
+        kind, _, path = str(kept[key]).rpartition(":")
+        kept[key] = f"{kind}:{Path(path).name}" if kind else path
+    del kept["data.root"]
     return StoredRun(
         row=row,
         seed=config.seed,
