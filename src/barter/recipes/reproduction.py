@@ -137,13 +137,7 @@ def changed_settings(recipe: PublishedRecipe) -> dict[str, tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The result of a recipe beside its published runs, after the last round that both have.
-
-    >>> from barter.recipes.recipe import find_recipe
-    >>> recipe = find_recipe("dffke-cifar100-alpha-1.0")
-    >>> print(Reproduction(recipe, recipe.published[:1]).verdict)
-    within the tolerance of 1.5 points: 48.8 and published 48.8; 2 published seeds are too few for a spread
-    """
+    """The result of a recipe beside its published runs, after the last round that both have."""
 
     recipe: PublishedRecipe
     runs: Sequence[StoredRun]
