@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "adversaries.jsonl"
+RESULTS = HERE / "results" / "adversaries" / "runs.jsonl"
 CLIENTS = 10
 PERCENT = (10, 20, 30)
 ATTACKS = ("scaled-weights", "flipped-labels", "random-logits", "extreme-prototypes")

@@ -66,7 +66,7 @@ def reproduce_recipe(
     )
     with ManyRuns(console) as many:
         try:
-            failed = run_all(planned, jobs, many.show, many.tell)
+            failed = run_all(planned, jobs, many.show, many.show_line)
         except KeyboardInterrupt:
             raise Interrupted(f"stopped; the same command with --out {folder} continues") from None
     if failed:
