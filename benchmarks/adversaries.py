@@ -270,7 +270,8 @@ def table(results: list[dict[str, Any]], data: str) -> str:
     def difference(run: dict[str, Any], base: dict[str, Any] | None) -> float | None:
         if base is None:
             return None
-        return 100 * run["accuracy"] - honest_mean(base, run.get("adversarial", ()))
+        accuracy: float = run["accuracy"]
+        return 100 * accuracy - honest_mean(base, run.get("adversarial", ()))
 
     def cell(method: str, robust: str, attack: str, percent: int) -> str:
         accuracies = []

@@ -486,7 +486,8 @@ def class_agreement(vectors: Tensor, held: Tensor) -> Tensor:
 
 def _unit_rows(rows: Tensor) -> Tensor:
     """Return rows scaled to length 1."""
-    return rows / rows.norm(dim=-1, keepdim=True).clamp_min(TINY)
+    lengths: Tensor = rows.norm(dim=-1, keepdim=True)
+    return rows / lengths.clamp_min(TINY)
 
 
 def krum_scores(squared: Tensor, adversaries: int) -> Tensor:
