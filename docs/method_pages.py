@@ -114,11 +114,13 @@ def make_results(kind: type[Algorithm]) -> Iterator[str]:
     beside = ("local", "fedavg") if kind().server_model.one_architecture else ("local",)
     yield "| method | clients: global test | clients: local test | server: global test | bytes |"
     yield "|---|---|---|---|---|"
-    for row, runs in group_by_row(read_stored_runs(RESULTS)).items():
-        variant = row.partition(": ")[2]
+    rows = group_by_row(read_stored_runs(RESULTS))
+    stored = {row.partition(": ")[2]: runs for row, runs in rows.items()}
+    for variant in sorted(stored, key=lambda variant: variant not in beside):
         chosen = variant in beside or variant.partition(",")[0] == name
         if variant in SUPERSEDED or not chosen:
             continue
+        runs = stored[variant]
         accuracies = [
             summarise(spread_over_seeds(runs, key)) for key in ("global", "own", "server")
         ]
