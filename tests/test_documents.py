@@ -7,7 +7,6 @@ import re
 import runpy
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import dropwhile, groupby
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from barter.core.errors import BarterError
 from barter.core.params import describe_fields
 from barter.models.zoo import ZOO
 from barter.setup.config import find_algorithm, read_toml, resolve, with_settings
-from benchmarks.figures import FIGURES, draw
-from benchmarks.tables import stored_rows
 from tests.forked import forked, status
 
 ROOT = Path(__file__).parent.parent
@@ -110,20 +107,6 @@ def test_generated_parts_are_written_anew_and_nothing_else() -> None:
 def test_pages_are_short(folder: str, longest: int) -> None:
     for page in (ROOT / "docs" / folder).glob("*.md"):
         assert len(page.read_text().splitlines()) <= longest, page.name
-
-
-def test_figures_agree_with_stored_results() -> None:
-    rows = stored_rows()
-    for name, panels in FIGURES.items():
-        drawn = draw(panels, rows)
-        assert (ROOT / "docs" / "images" / name).read_text() == drawn, (
-            f"{name}: run python -m benchmarks.figures"
-        )
-        row = panels[0].rows["DFFKE"]
-        shorter = [
-            replace(run, curve={k: v[:2] for k, v in run.curve.items()}) for run in rows[row]
-        ]
-        assert draw(panels, rows | {row: shorter}) != drawn, "another curve gives another figure"
 
 
 def tables_of(page: str, heading: str) -> list[dict[str, list[str]]]:
