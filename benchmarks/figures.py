@@ -3,7 +3,7 @@
     python -m benchmarks.figures            write all figures
     python -m benchmarks.figures --check    write nothing; exit with 1 if a figure is out of date
 
-A figure is a row of panels, one for each setting, with accuracy over rounds: the mean over seeds of
+A figure has a panel for each setting, with accuracy over rounds: the mean over seeds of
 each method, and the paper's figure as a dashed line.
 """
 
@@ -26,6 +26,7 @@ COLOURS = ("#0b84a5", "#d1603d", "#7a8794")
 TRAINED_BEFORE = ("DFFKE", "the paper as written")
 WIDTH, HEIGHT, GAP = 190, 150, 44  # of a panel, and between panels
 TOP, LEFT, BOTTOM = 34, 34, 62
+ACROSS = 2  # panels in a row, so that a phone shows them large enough
 # All colours are readable on light and on dark pages: a picture does not know the page's palette.
 STYLE = """<style>
 text { font: 11px sans-serif; fill: #6b7785 }
@@ -108,8 +109,8 @@ def paper_accuracy(recipe: str) -> float | None:
     return figure.accuracy if figure is not None and isinstance(figure.accuracy, float) else None
 
 
-def draw_panel(panel: Panel, rows: Mapping[str, Sequence[StoredRun]], left: int) -> str:
-    """Return the SVG elements of a panel whose plot starts `left` pixels from the left."""
+def draw_panel(panel: Panel, rows: Mapping[str, Sequence[StoredRun]], left: int, above: int) -> str:
+    """Return the SVG elements of a panel whose plot starts `left` and `above` pixels from the corner."""
     curves = {
         name: read_curve(rows[row], name in TRAINED_BEFORE) for name, row in panel.rows.items()
     }
@@ -122,9 +123,9 @@ def draw_panel(panel: Panel, rows: Mapping[str, Sequence[StoredRun]], left: int)
         return left + WIDTH * number / last
 
     def y(value: float) -> float:
-        return TOP + HEIGHT * (1 - value / top)
+        return above + HEIGHT * (1 - value / top)
 
-    parts = [f'<text class="title" x="{left}" y="{TOP - 14}">{panel.title}</text>']
+    parts = [f'<text class="title" x="{left}" y="{above - 14}">{panel.title}</text>']
     for value in range(0, top + 1, 20):
         line = f'x1="{left}" x2="{left + WIDTH}" y1="{y(value):.1f}" y2="{y(value):.1f}"'
         parts.append(f'<line class="grid" {line}/>')
@@ -132,7 +133,7 @@ def draw_panel(panel: Panel, rows: Mapping[str, Sequence[StoredRun]], left: int)
             f'<text x="{left - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value}</text>'
         )
     for number in (0, last):
-        where = f'x="{x(number):.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle"'
+        where = f'x="{x(number):.1f}" y="{above + HEIGHT + 16}" text-anchor="middle"'
         parts.append(f"<text {where}>{number}</text>")
     if paper is not None:
         line = f'x1="{left}" x2="{left + WIDTH}" y1="{y(paper):.1f}" y2="{y(paper):.1f}"'
@@ -149,27 +150,27 @@ def draw(panels: Sequence[Panel], rows: Mapping[str, Sequence[StoredRun]]) -> st
     """Return a figure as SVG.
 
     Args:
-        panels: Its panels, from left to right; all show the same methods.
+        panels: Its panels, row by row; all show the same methods.
         rows: All stored runs by row.
     """
-    height = TOP + HEIGHT + BOTTOM
-    body = "".join(
-        draw_panel(panel, rows, LEFT + place * (WIDTH + GAP)) for place, panel in enumerate(panels)
-    )
-    legend = f'<text x="{LEFT}" y="{TOP + HEIGHT + 32}">round</text>\n'
+    body = ""
+    bottom = 0
+    for place, panel in enumerate(panels):
+        left = LEFT + place % ACROSS * (WIDTH + GAP)
+        above = TOP + place // ACROSS * (HEIGHT + 2 * TOP)
+        body += draw_panel(panel, rows, left, above)
+        bottom = above + HEIGHT
+    legend = f'<text x="{LEFT}" y="{bottom + 32}">round</text>\n'
     start = LEFT
-    entries = [
-        (name, f'stroke="{c}" stroke-width="2"')
-        for name, c in zip(panels[0].rows, COLOURS, strict=False)
-    ]
-    for name, stroke in [*entries, ("the paper's DFFKE", 'class="paper"')]:
-        level = TOP + HEIGHT + 50
-        legend += (
-            f'<line {stroke} x1="{start}" x2="{start + 22}" y1="{level - 4}" y2="{level - 4}"/>\n'
-        )
-        legend += f'<text x="{start + 28}" y="{level}">{name}</text>\n'
-        start += 46 + 7 * len(name)
-    width = max(LEFT + len(panels) * (WIDTH + GAP) - GAP + 20, start)
+    level = bottom + 50
+    strokes = [f'stroke="{colour}" stroke-width="2"' for colour in COLOURS]
+    entries = [*zip(panels[0].rows, strokes, strict=False), ("the paper's DFFKE", 'class="paper"')]
+    for name, stroke in entries:
+        line = f'x1="{start}" x2="{start + 22}" y1="{level - 4}" y2="{level - 4}"'
+        legend += f'<line {stroke} {line}/>\n<text x="{start + 28}" y="{level}">{name}</text>\n'
+        start += 46 + 6 * len(name)
+    width = max(LEFT + min(len(panels), ACROSS) * (WIDTH + GAP) - GAP + 20, start)
+    height = bottom + BOTTOM
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{STYLE}{body}{legend}</svg>\n'
 
