@@ -482,7 +482,11 @@ class Experiment:
         folder.save(self.round, self._state(), self._origin(), keep, until_saved)
 
     def _warn_without_validation(self) -> None:
-        """Warn that `keep` or `patience` needs a validation accuracy and there is none."""
+        """Log that there is no best round and no early stop, if the run asks for either.
+
+        Called after round 1 if no client reports a validation accuracy. Does nothing unless
+        `keep` is "best" or `patience` is set.
+        """
         if self.config.keep == "best" or self.config.patience is not None:
             log.warning(
                 "no client reports a validation accuracy: no round is the best, and the run does "

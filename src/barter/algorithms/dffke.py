@@ -157,10 +157,17 @@ def augment_and_resize(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
 
 
 def review_loss(
-    model: Classifier, features: Tensor, labels: Tensor, home: Tensor | None = None
+    model: Classifier, features: Tensor, labels: Tensor, log_prior: Tensor | None = None
 ) -> Tensor:
-    """Return the cross entropy on private images; the log class prior `home` is added to logits."""
-    return F.cross_entropy(add_offset(model.logits(features), home), labels)
+    """Return the mean cross entropy on private images, from their features.
+
+    Args:
+        model: The network, of which only the head is used.
+        features: The features of the images (N, feature_dim).
+        labels: Their classes (N,).
+        log_prior: The client's log class prior (classes,), added to the logits; None adds nothing.
+    """
+    return F.cross_entropy(add_offset(model.logits(features), log_prior), labels)
 
 
 PAPER_FIELDS: dict[str, object] = {

@@ -124,6 +124,10 @@ def discrimination(
 def realism(discriminator: PatchDiscriminator, x: Tensor) -> Tensor:
     """Return the generator's adversarial loss, low if images are taken for real.
 
+    It is the binary cross entropy of the discriminator's logits with the target 1, summed over the
+    patches of an image and averaged over images. Gradients reach the discriminator's parameters
+    too.
+
     Args:
         discriminator: The discriminator.
         x: Generated images.

@@ -252,9 +252,13 @@ def run_branches(jobs: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def wait_for_device() -> None:
-    """Wait until the device has finished this lane's work; other lanes run.
+    """Wait until the device has finished the work that this lane submitted so far.
 
-    Call it before reading a result.
+    Other lanes may submit work in the meantime. Outside of a lane, as on the CPU, it returns at
+    once. Call it before reading a result.
+
+    Raises:
+        Stopped: If the run was interrupted in the meantime.
     """
     lane = current_lane()
     if lane is not None:
@@ -313,9 +317,20 @@ def take_over(module: nn.Module, other: nn.Module) -> None:
 
 
 def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]]]) -> None:
-    """Run the jobs of each lane one after the other, and all lanes at the same time.
+    """Run the jobs of each lane in order; lanes overlap on the device.
 
-    The first error of a job is raised when all lanes have finished.
+    Each lane has a thread, and one thread at a time runs Python: a lane goes on while the others
+    wait for the device. A job that raises ends its lane, whose further jobs are left out; the other
+    lanes go on. The calling thread's exception, such as KeyboardInterrupt, ends all lanes at their
+    next wait. Torch's random state on the CPU is the same afterwards as before.
+
+    Args:
+        lanes: The lanes, at least one, all of one device.
+        jobs: The jobs of each lane; a lane may have none.
+
+    Raises:
+        BaseException: The error of a job that was raised first, when all lanes have finished.
+        ValueError: If there are not as many lists of jobs as lanes.
     """
     caller_stream = torch.cuda.current_stream(lanes[0].device)
     errors: list[BaseException] = []

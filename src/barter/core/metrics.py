@@ -46,7 +46,10 @@ class Evaluation:
         check_fields(self, "evaluate.")
 
     def is_due(self, t: int, last: int) -> bool:
-        """Return whether round t is evaluated, in a run whose last round is `last`."""
+        """Return whether round t is evaluated, in a run whose last round is `last`.
+
+        Evaluated are round 1, the multiples of `every`, and round `last`.
+        """
         return t == 1 or t % self.every == 0 or t == last
 
     def includes(self, client: int, ids: Collection[int], participants: Collection[int]) -> bool:

@@ -447,21 +447,26 @@ def _without_image_mean(rows: Tensor) -> Tensor:
 def class_agreement(vectors: Tensor, held: Tensor) -> Tensor:
     """Return how far clients agree about which class is which, from their class vectors.
 
-    Every two clients are compared in the classes that both have, without each one's mean over
-    these. The cosine of their vectors of one class, d, is compared with the largest absolute cosine
-    that the vector has with any class of the other client, m; both are means over classes. Clients
-    with wrong labels have similar vectors in other classes: a small d and a large m. Networks of
-    different architectures have unrelated features: both are small, and nothing follows. So only
-    pairs with three common classes and m of at least 0.2 count, and at least twice what unrelated
-    vectors have, about sqrt(2 ln(classes) / features). A client's agreement is the sum of d divided
-    by the sum of m, over these pairs: 1 if everybody agrees, NaN if there is no pair.
+    Client k is compared with every other client j, in the classes that both have; each one's mean
+    vector over these classes is subtracted first. For a pair, d is the mean over the common classes
+    of the cosine of k's and j's vectors of the class. m is the mean of the largest absolute cosine
+    of k's vector of the class with j's vector of any common class, so m >= |d|. Clients with wrong
+    labels have similar vectors in other classes: a small d and a large m. Networks of different
+    architectures have unrelated features: both are small, and nothing follows.
+
+    So a pair counts only if it has at least three common classes and
+    m >= max(0.2, 2 sqrt(2 ln(classes) / features)), twice what unrelated vectors have; here
+    `classes` is the size of the axis, at least 2. The agreement of k is the sum of d over its
+    counting pairs divided by the sum of m.
 
     Args:
-        vectors: A vector for each client and class (clients, classes, features).
-        held: Whether the client has the class (clients, classes).
+        vectors: A vector for each client and class (clients, classes, features); those of classes
+            that a client does not have are ignored.
+        held: Whether the client has the class (clients, classes), bool.
 
     Returns:
-        The agreement of each client (clients,).
+        The agreement of each client (clients,), in double precision, from -1 to 1: 1 if everybody
+        agrees, NaN if no pair of the client counts.
     """
     vectors = vectors.double()
     _, classes, features = vectors.shape

@@ -40,6 +40,9 @@ class Wire:
     ) -> T:
         """Return a payload as the receiving party gets it, and count its bytes.
 
+        That is a copy that shares no memory with the payload (`isolate`). Subclasses may replace it
+        after it was checked and counted (`deliver`).
+
         Args:
             tree: The payload.
             method: The remote method to which it belongs.
@@ -48,7 +51,8 @@ class Wire:
             device: The device of the copied tensors; None keeps theirs.
 
         Raises:
-            PayloadError: If the tree is not a payload or holds values that are not allowed.
+            PayloadError: If the tree is not a payload, or goes down with NaN or infinity in it and
+                the method is not in `may_be_infinite`. Uploads may hold any numbers here.
         """
         received = isolate(tree, device, path=method)
         if direction == "down" and method not in self.may_be_infinite:

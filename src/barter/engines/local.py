@@ -266,7 +266,21 @@ class LocalEngine(BaseEngine):
     def _run_protected(
         self, method: str, client: Client, path: tuple[object, ...], received: tuple[Any, ...]
     ) -> Any:
-        """Run a method and return its answer as the privacy guard releases it."""
+        """Run a method and return its answer as the privacy guard releases it.
+
+        Without a guard the answer is returned as it is.
+
+        Args:
+            method: The remote method.
+            client: The client that runs it.
+            path: Identifies the call among the run's random streams; noise has a stream of its own.
+            received: The method's arguments after the client.
+
+        Raises:
+            PrivacyError: If the budget does not allow the answer, or the algorithm does not declare
+                the method.
+            ConfigError: If a mechanism does not fit the answer.
+        """
         if self.guard is None:
             return getattr(self.algorithm, method)(client, *received)
         kept = self.guard.copy_arguments(method, received)

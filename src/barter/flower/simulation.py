@@ -37,7 +37,12 @@ def _site(folder: Path, k: int) -> Site:
 @app.query("hello")
 @app.train("call")
 def answer_in_simulation(message: Message, context: Context) -> Message:
-    """Return the reply of a site; the node of partition k is site k."""
+    """Answer a server's message as the site of the node's partition.
+
+    The node of partition k (`partition-id`, from 0) is site k of the run in the folder that
+    `run_config["folder"]` names. Torch computes with one thread in this process. `Site.answer`
+    reports errors of a call in its reply.
+    """
     torch.set_num_threads(1)
     site = _site(Path(str(context.run_config["folder"])), int(context.node_config["partition-id"]))
     request = decode(from_records(message.content))

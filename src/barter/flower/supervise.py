@@ -272,7 +272,11 @@ def run_site(path: Path) -> None:
 
 
 def _identity(setup: Setup, site_folder: Path) -> str:
-    """Return a hash that identifies a site: of its key, or else of its name."""
+    """Return 32 hexadecimal digits that identify a site.
+
+    They are those of a SHA-256 hash of its key file; with `insecure`, where there are no keys, of
+    the SuperLink's address and the site's name.
+    """
     identity = f"{setup.superlink} {setup.name}".encode()
     if not setup.insecure:
         identity = (site_folder / setup.key).read_bytes()

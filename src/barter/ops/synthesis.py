@@ -352,18 +352,20 @@ def to_network_input(images: Tensor, spec: Spec, output: Output) -> Tensor:
 def variety(x: Tensor, y: Tensor) -> dict[str, float]:
     """Measure how varied synthetic images are, within classes and between them.
 
-    Distances are root mean squares over pixels, in standard deviations of the data. A generator
-    that makes one image per class has no variety; one that makes the same image for all classes has
-    no contrast. A class with a single image does not count for the variety.
+    Distances are root mean squares over pixels and images, in the units of `x`: standard deviations
+    of the data if it is normalised. A generator that makes one image per class has no variety; one
+    that makes the same image for all classes has no contrast.
 
     Args:
-        x: The images.
-        y: Their classes.
+        x: The images (N, C, H, W), at least one.
+        y: Their classes (N,).
 
     Returns:
-        `variety`, the distance of images from the mean of their class; `contrast`, the distance of
-        the class means from the overall mean; `shown_classes`, the number of classes; and
-        `shown_fewest`, the number of images of the rarest of them.
+        `variety`, the distance of images from the mean of their class, with the squares divided by
+        N - classes instead of N, so that a class with a single image does not count (0 if all
+        are); `contrast`, the distance of each image's class mean from the mean of all images;
+        `shown_classes`, the number of classes in `y`; and `shown_fewest`, the number of images of
+        the rarest of them.
     """
     rows = x.flatten(1).float()
     classes, class_index = torch.unique(y, return_inverse=True)

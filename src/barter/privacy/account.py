@@ -276,7 +276,7 @@ def _distribution(release: Release, count: int, step: float) -> Any:
 
 
 def require_accountant() -> Any:
-    """Return the module of Google's accountant.
+    """Return Google's accountant, `dp_accounting.pld.privacy_loss_distribution`.
 
     Raises:
         ConfigError: If dp-accounting is not installed.

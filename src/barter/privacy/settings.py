@@ -197,7 +197,10 @@ def _require_protection(epsilon: float) -> None:
 
 
 def _tidy(noise: float) -> float:
-    """Round up to five digits."""
+    """Round a positive number up to five significant digits: 1.23451 becomes 1.2346.
+
+    Never down, so that the noise suffices for the budget.
+    """
     unit = 10.0 ** (math.floor(math.log10(noise)) - 4)
     return float(f"{math.ceil(noise / unit) * unit:.5g}")
 
@@ -416,11 +419,16 @@ class Plan:
     ) -> list[int]:
         """Return the clients whose budget does not allow another round.
 
-        The next round is assumed to release as much as the previous ones did on average.
+        The next round is assumed to release each name as often as the previous ones did on average,
+        rounded up and at least once. A client is exhausted if `allows` refuses the sum of both.
+        Names without a mechanism cost nothing.
 
         Args:
-            released: The number of releases by client and name.
-            rounds: The number of rounds so far.
+            released: The number of releases by client and name; other clients are not considered.
+            rounds: The number of rounds so far; 0 counts as 1.
+
+        Returns:
+            Their ids in ascending order; empty without a budget (`privacy.epsilon`).
         """
         found = []
         for k, counts in sorted(released.items()):

@@ -83,7 +83,7 @@ class Statement:
 
     @property
     def protected(self) -> bool:
-        """Return whether any released part was protected."""
+        """Return whether any part with a protection was released; False without releases."""
         return any(row.protection and row.releases for row in self.rows)
 
     @property

@@ -133,7 +133,13 @@ def code(content: str) -> str:
 
 
 def fold(summary: str, *parts: str, unfolded: bool = False) -> str:
-    """Return the HTML of parts in a block that the reader can unfold."""
+    """Return the HTML of a block that the reader can fold and unfold.
+
+    Args:
+        summary: The line that always shows, as text; it is escaped.
+        *parts: The contents, as HTML; they are joined without escaping.
+        unfolded: Whether the contents show at first.
+    """
     start = f"<details{' open' * unfolded}><summary>{escape(summary)}</summary>"
     return f"{start}{''.join(parts)}</details>"
 

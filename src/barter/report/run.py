@@ -510,7 +510,11 @@ def citation_section(algorithms: Sequence[Algorithm]) -> Section:
 
 
 def _variant(algorithm: Algorithm) -> list[str]:
-    """Return a table of differences from the published method; empty if none."""
+    """Return the HTML that shows how the run differs from the published method.
+
+    It is a list of one unfolded block: a note and a table with a row (field, this run, paper) for
+    each of `differences_from_paper`. The list is empty if there are none.
+    """
     found = differences_from_paper(algorithm)
     if not found:
         return []

@@ -555,7 +555,11 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def _as_toml(value: Any) -> Any:
-    """Return a field's value as a TOML file holds it."""
+    """Return a field's value as a TOML file holds it.
+
+    None, which TOML lacks, becomes "none"; a tuple becomes a list. Everything else stays as it is,
+    also inside of a tuple.
+    """
     if value is None:
         return "none"
     return list(value) if isinstance(value, tuple) else value
