@@ -89,7 +89,8 @@ class Replies(dict[int, R], Generic[R]):
             One result for each remaining client, and the updated failures.
 
         Raises:
-            ClientError: If fewer than `min_clients` clients remain.
+            ClientError: If fewer than `min_clients` clients remain. Replies that were not returned
+                by `Clients` (`excuse` is None) raise the function's own error instead.
         """
         results: dict[int, T] = {}
         errors: dict[int, Exception] = {}
@@ -104,7 +105,10 @@ class Replies(dict[int, R], Generic[R]):
         return Replies(results, self.num_examples, failures, self.excuse)
 
     def only(self, clients: Collection[int]) -> Replies[R]:
-        """Return the answers of some clients; the failures stay the same."""
+        """Return the answers of some clients; ids that did not answer are ignored.
+
+        The failures stay the same.
+        """
         answers = {k: answer for k, answer in self.items() if k in clients}
         return Replies(answers, self.num_examples, self.failures, self.excuse)
 
@@ -166,14 +170,18 @@ class Clients(Sequence[int]):
         return f"Clients{self._ids}"
 
     def only(self, ids: Iterable[int]) -> Clients:
-        """Return the clients of the group that are in `ids`, such as those that answered."""
+        """Return the clients of the group that are in `ids`, such as those that answered.
+
+        Their order is the group's; ids outside of the group are ignored.
+        """
         wanted = set(ids)
         return Clients(self._engine, (k for k in self._ids if k in wanted))
 
     def sample(self, fraction: float) -> Clients:
         """Return a random fraction of the group, at least one client.
 
-        All calls within one round return the same sample.
+        It has round(fraction * size) clients without repetition. All calls within one round on the
+        same group with the same fraction return the same sample.
 
         Raises:
             ConfigError: If the fraction is not in (0, 1].
@@ -199,6 +207,7 @@ class Clients(Sequence[int]):
 
         Raises:
             ClientError: If fewer than `min_clients` clients answer.
+            TypeError: If the arguments do not fit the method, or it has keyword-only parameters.
         """
         bound = inspect.signature(method).bind(None, *args, **kwargs)
         bound.apply_defaults()
@@ -234,6 +243,7 @@ class Clients(Sequence[int]):
 
         Raises:
             ClientError: If fewer than `min_clients` clients answer.
+            ConfigError: If a client of the group has no payload, or another has one.
         """
         if set(payloads) != set(self._ids):
             raise ConfigError(
@@ -245,7 +255,11 @@ class Clients(Sequence[int]):
     def relay(self, method: Callable[[C, T], T], payload: T) -> T:
         """Pass a payload from client to client and return the last client's answer.
 
-        Each client receives the previous client's answer; a client that fails is skipped.
+        Clients are called in the group's order. Each receives the previous client's answer; a
+        client that fails is skipped.
+
+        Raises:
+            ClientError: If fewer than `min_clients` clients answered, after all were called.
         """
         failures: list[Failure] = []
         for k in self._ids:
@@ -261,6 +275,8 @@ class Clients(Sequence[int]):
     ) -> Replies[R]:
         """Call the engine, record the participants, and require enough answers.
 
+        Without clients to ask, the engine is not called and nothing is required.
+
         Args:
             method: The remote method.
             args: Client -> its arguments.
@@ -275,7 +291,7 @@ class Clients(Sequence[int]):
         def excuse(
             errors: Mapping[int, Exception], before: Mapping[int, Failure]
         ) -> Mapping[int, Failure]:
-            """Merge new errors with earlier failures; return all failures."""
+            """Merge new errors with earlier failures; return all, or raise ClientError."""
             failures = dict(before)
             for k, error in errors.items():
                 failures[k] = self._engine.record_failure(k, name, error)
@@ -288,6 +304,9 @@ class Clients(Sequence[int]):
         self, method: str, asked: int, failures: list[Failure], earlier: int = 0
     ) -> None:
         """Raise ClientError if fewer clients answered than `min_clients` requires.
+
+        With `min_clients` of None all that were asked must answer; otherwise `min_clients` less
+        `earlier`, but no more than were asked.
 
         Args:
             method: The remote method.

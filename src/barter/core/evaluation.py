@@ -38,11 +38,13 @@ PREDICT_CHUNK = 500
 def predict(function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
     """Apply a function to samples in chunks and concatenate the results in fp32.
 
+    No gradients are recorded. The function runs under autocast of the run's precision.
+
     Args:
         function: Maps a batch to one row per sample, which must not depend on the other samples.
             On a GPU it may be captured as a CUDA graph, see `compute.graphs`.
         batch: Maps indices to a batch of inputs.
-        index: The indices of the samples.
+        index: The indices of the samples, at least one.
     """
     forward = Forward.of(function) if len(index) else None
     if forward is not None:
@@ -117,9 +119,12 @@ def evaluate_client(client: Client, local_offset: Tensor | None = None) -> dict[
     """Compute a client's metrics on its test sets, if it is evaluated in this round.
 
     Args:
-        client: The client.
-        local_offset: Offset added to its logits on its local test and validation sets, one number per
-            class.
+        client: The client; its model is put into evaluation mode in any case.
+        local_offset: Offset added to its logits on its local test and validation sets, one number
+            per class; None for no offset.
+
+    Returns:
+        The metrics of all of `tests_due`; empty if none is due.
     """
     metrics: dict[str, float] = {}
     # The mode is set even if no test is due, so that skipping tests has no other effect.
@@ -131,14 +136,20 @@ def evaluate_client(client: Client, local_offset: Tensor | None = None) -> dict[
 
 
 def tests_due(client: Client) -> dict[str, Images]:
-    """Return the test and validation sets that this round evaluates a client on."""
+    """Return the test and validation sets that this round evaluates a client on.
+
+    They are empty unless the round is due for the client (`client.tested`).
+    """
     if not client.tested:
         return {}
     return {test: data for test, data in client.tests.items() if client.evaluation.runs(test)}
 
 
 def record_before_exchange(client: Client, local_offset: Tensor | None = None) -> None:
-    """Put the client's current metrics into its report as those before the exchange."""
+    """Put the client's current metrics into its report, as before_METRIC.
+
+    Nothing is added if no test is due. The model is put into evaluation mode.
+    """
     metrics = evaluate_client(client, local_offset)
     client.report |= {f"before_{name}": value for name, value in metrics.items()}
 
@@ -147,8 +158,9 @@ def record_before_exchange(client: Client, local_offset: Tensor | None = None) -
 def record_local_only(client: Client) -> Iterator[None]:
     """Record a client's local-only metrics if the block trains its network.
 
-    For calls before any exchange, whose result cannot depend on other clients. Nothing is recorded
-    if the method has already recorded metrics before the exchange itself.
+    For calls before any exchange, whose result cannot depend on other clients. The metrics go into
+    the report as before_METRIC. Nothing is recorded if no parameter changed, or if the method has
+    already recorded such metrics itself. The training modes are those of the block's end.
     """
     before = [parameter.detach().clone() for parameter in client.model.parameters()]
     yield

@@ -29,15 +29,18 @@ HEADING = "-- "  # begins a comment that is the heading of the fields below it
 
 
 def read_comments(cls: type[Any]) -> dict[str, str]:
-    """Return the comment of each annotated field, on its line or directly above it."""
+    """Return the comment of each annotated field, on its line or directly above it.
+
+    Fields without a comment are left out. If a subclass defines a field anew, its comment counts.
+    """
     return _read(cls)[0]
 
 
 def read_headings(cls: type[Any]) -> dict[str, str]:
     """Return the heading of each annotated field.
 
-    Fields above the first heading have none. A field that a subclass defines anew keeps its place,
-    and so its first heading.
+    Fields above the first heading of their class have "". A field that a subclass defines anew
+    keeps its place, and so its first heading.
     """
     return _read(cls)[1]
 

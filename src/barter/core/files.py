@@ -37,8 +37,14 @@ def convert_disk_errors(target: Path) -> Iterator[None]:
 def replace_file(target: Path) -> Iterator[Path]:
     """Replace a file atomically: its contents stay until the new ones are on disk.
 
+    If the block raises, the target stays as it is and the temporary file is deleted.
+
     Yields:
-        The temporary file to write to; it replaces the target at the end of the block.
+        The temporary file to write to, `.NAME.tmp` in the same folder; it replaces the target at
+        the end of the block.
+
+    Raises:
+        CheckpointError: If the disk refuses, also inside the block.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     with convert_disk_errors(target):
@@ -53,7 +59,7 @@ def replace_file(target: Path) -> Iterator[Path]:
 
 
 def replace_text(target: Path, text: str) -> None:
-    """Replace the text of a file atomically."""
+    """Replace the text of a file atomically, see `replace_file`."""
     with replace_file(target) as temporary:
         temporary.write_text(text, "utf-8")
 
@@ -62,8 +68,17 @@ def replace_text(target: Path, text: str) -> None:
 def create_folder(folder: Path, mode: int = 0o777) -> Iterator[Path]:
     """Create a folder atomically: it exists with all its files or not at all.
 
+    If the block raises, the temporary folder is deleted.
+
+    Args:
+        folder: The folder, which must not exist or be empty; its parents are created.
+        mode: Its permissions, less the process's umask.
+
     Yields:
         The temporary folder to fill; it is renamed at the end of the block.
+
+    Raises:
+        CheckpointError: If the disk refuses, also inside the block.
     """
     temporary = folder.with_name(f".{folder.name}.new")
     with convert_disk_errors(folder):
@@ -116,7 +131,7 @@ def write_obstacle(folder: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or folder to disk."""
+    """Flush a file or folder to disk; raises OSError if that fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

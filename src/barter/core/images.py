@@ -60,7 +60,8 @@ class Spec:
         """Build a spec from the dict that `plain` returned.
 
         Raises:
-            ValueError: A value is not what a spec has; networks of that size are not built.
+            ValueError: A size is not an integer from 1 to its limit (`LIMITS`), or `mean` or `std`
+                is not one finite number per channel.
             TypeError: A field is missing or unknown.
         """
         fields: dict[str, Any] = {
@@ -90,7 +91,10 @@ class Augment:
     flip: bool = False
 
     def rescale(self, before: int, after: int) -> Augment:
-        """Return the augmentation scaled from images of one width to images of another."""
+        """Return the augmentation scaled from images of one width to images of another.
+
+        `crop` is multiplied by after / before and rounded down; `flip` stays.
+        """
         return Augment(self.crop * after // before, self.flip)
 
 
@@ -118,15 +122,18 @@ class Images:
         return self.pixels.shape[-1]
 
     def fingerprint(self) -> str:
-        """Return a short hash of the images and labels."""
+        """Return a hash of the images and labels, 16 hexadecimal digits."""
         return fingerprint(self.pixels, self.labels)
 
     def class_counts(self) -> Tensor:
-        """Return the number of images of each class."""
+        """Return the number of images of each class (classes,); 0 for absent classes."""
         return torch.bincount(self.labels, minlength=self.spec.classes)
 
     def batch(self, index: Tensor, *, augmented: bool = False) -> Tensor:
-        """Return the images at these indices as model input, see `prepare_batch`."""
+        """Return the images at these indices as model input, see `prepare_batch`.
+
+        They are augmented by `augment` if `augmented`, otherwise not at all.
+        """
         return prepare_batch(
             self.pixels[index], self.spec, self.augment if augmented else Augment()
         )
@@ -179,7 +186,10 @@ class Sealed(Images):
 
 
 def fingerprint(*tensors: Tensor) -> str:
-    """Return a short hash of the tensors' values."""
+    """Return a hash of the tensors' values, 16 hexadecimal digits.
+
+    Shapes, dtypes and devices do not count, except for the bytes of the values in row-major order.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         digest.update(tensor.contiguous().cpu().numpy().data)
@@ -219,9 +229,13 @@ def channel_statistics(
 def augment_images(pixels: Tensor, augment: Augment) -> Tensor:
     """Shift and flip each image at random; pixels shifted in at the edges are zero.
 
+    Each image has its own shift and flip, drawn from torch's default generator of the device.
+
     Args:
         pixels: Images (N, C, H, W).
-        augment: Shifts are up to `crop` pixels in each direction.
+        augment: Shifts are up to `crop` pixels in each direction, flips left to right with
+            probability 1/2 if `flip`. With neither, the images are returned as they are and
+            nothing is drawn.
     """
     if not augment.flip and not augment.crop:
         return pixels

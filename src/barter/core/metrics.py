@@ -55,6 +55,9 @@ class Evaluation:
     def includes(self, client: int, ids: Collection[int], participants: Collection[int]) -> bool:
         """Return whether a client is evaluated in a round that is due.
 
+        If `clients` is a number, it is that many of the sorted ids, chosen by a fixed seed: the
+        same in every round and in every run with these ids.
+
         Args:
             client: The client's id.
             ids: All clients of the run.
@@ -69,12 +72,18 @@ class Evaluation:
         return client in {sorted(ids)[i] for i in order.tolist()}
 
     def runs(self, test: str) -> bool:
-        """Return whether a test set is used; only global and local can be left out."""
+        """Return whether a test set is used: "global" and "local" only if `tests` lists them.
+
+        All others, such as validation sets, are always used.
+        """
         return test not in ("global", "local") or test in self.tests
 
 
 def macro_f1(logits: Tensor, labels: Tensor) -> float:
-    """Return the mean F1 score over classes among the labels or predictions."""
+    """Return the mean F1 score over classes.
+
+    Classes that are neither among the labels nor among the predictions do not count.
+    """
     classes = logits.shape[1]
     predicted = logits.argmax(1)
     hits = torch.bincount(labels[predicted == labels], minlength=classes).double()
@@ -114,7 +123,8 @@ def _mean_ranks(values: Tensor) -> Tensor:
 def calibration_error(logits: Tensor, labels: Tensor) -> float:
     """Return the expected calibration error with 15 bins of equal width.
 
-    As defined by Guo et al. (ICML 2017), for the confidence of the predicted class.
+    As defined by Guo et al. (ICML 2017), for the confidence of the predicted class: the mean over
+    images of |accuracy - mean confidence| of the image's bin.
     """
     confidence, predicted = logits.double().softmax(1).max(1)
     gap = (predicted == labels).double() - confidence
@@ -139,6 +149,8 @@ def measure(
     test: str, logits: Tensor, labels: Tensor, metrics: Collection[Metric]
 ) -> dict[str, float]:
     """Return the accuracy under the test's name, other metrics as TEST_METRIC.
+
+    "per_class" gives TEST_class_C for each class C that occurs among the labels.
 
     >>> import torch
     >>> from barter.core.metrics import measure

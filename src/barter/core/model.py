@@ -94,6 +94,9 @@ BY_HAND = """write it by hand:
 def split(module: nn.Module) -> Classifier:
     """Convert a network with a last Linear layer to a Classifier; copies the module.
 
+    The head is the Linear layer that was defined last, all before it computes the features. A
+    Classifier is copied as it is. `verify_split` checks the result.
+
     Raises:
         ConfigError: If the module has no Linear layer, or is nothing but one.
 
@@ -133,7 +136,7 @@ def verify_split(
 
     Raises:
         ConfigError: If the logits differ, the input or output shape does not fit, or the network
-            returns something other than a tensor in training mode.
+            returns something other than a tensor in training mode. Logits may differ by 1e-5.
     """
     name = type(original).__name__
     probe = torch.linspace(-1, 1, 2 * shape[0] * shape[1] * shape[2]).reshape(2, *shape)

@@ -73,7 +73,7 @@ class Node:
 
         A lane has one module for each architecture. The node's weights are copied into it before
         the block and back after it. So the CUDA graphs of a lane serve all clients of an
-        architecture, whatever their number. Without a lane nothing changes.
+        architecture, whatever their number. Without a lane or a model nothing changes.
         """
         own = self.model_or_none
         if own is None or lanes.current_lane() is None:
@@ -117,6 +117,8 @@ class Node:
 
     def memory(self) -> dict[str, Payload]:
         """Return the current state that a checkpoint stores of this node.
+
+        It maps each of `memory_names` to its value and "model" to the weights, if there is a model.
 
         The tensors are those in use: a caller that keeps the result must `isolate` it.
         """
@@ -198,7 +200,10 @@ class Client(Node):
         self.released = dict(memory.get(RELEASED, {}))
 
     def track(self, steps: Sequence[T]) -> Iterator[T]:
-        """Yield the steps one by one and report each as progress of this client's work."""
+        """Yield the steps one by one and report each as progress of this client's work.
+
+        All steps together are one unit of work, whatever their number.
+        """
         for step in steps:
             yield step
             self.monitor.advance(1 / len(steps))
@@ -232,7 +237,14 @@ class Server(Node):
         self.names = dict(names or {})
 
     def replica(self, client: int, weights: State) -> Classifier:
-        """Return a frozen copy of a client's model with the weights it uploaded."""
+        """Return a frozen copy of a client's model with the weights it uploaded.
+
+        It is in evaluation mode, on the server's device. On a lane the next call for the same
+        client returns the same module with other weights.
+
+        Raises:
+            RuntimeError: If the weights are not those of the client's architecture.
+        """
         model = lanes.lane_module(
             ("replica", client), lambda: self.architectures[client]().to(self.device)
         )
@@ -248,5 +260,5 @@ class Server(Node):
 
 
 def as_numbers(report: Mapping[str, Any]) -> dict[str, float]:
-    """Convert a report's values to floats, which JSON can represent."""
+    """Convert a report's values, numbers or tensors of one number, to floats for JSON."""
     return {name: float(value) for name, value in report.items()}

@@ -111,7 +111,8 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is spelled most similarly; None if no name is close.
 
-    Case and everything before the last dot may differ.
+    Close means a similarity of at least 0.6 by difflib. Case and everything before the last dot may
+    differ.
     """
     known = sorted(known)
     full_names = {k.lower(): k for k in known}
@@ -176,7 +177,8 @@ def call_user_code(place: str, make: Callable[[], T]) -> T:
         The function's result.
 
     Raises:
-        ConfigError: The code raised; the message has the exception, file and line.
+        ConfigError: The code raised; the message has the exception, file and line. Errors of barter
+            pass unchanged.
     """
     try:
         return make()
@@ -210,6 +212,9 @@ def _describe_type(hint: Any) -> str:
 
 def _accept(value: object, hint: Any) -> object:
     """Return a value converted to its type.
+
+    An int becomes a float, a list a tuple, and the string "none" None, where the type asks for it;
+    True and False are no numbers. Of a union, the first member that accepts the value converts it.
 
     Raises:
         ValueError: The value is not valid; the message says what would be.
@@ -272,14 +277,16 @@ def _accept(value: object, hint: Any) -> object:
 def check_fields(instance: object, where: str = "") -> None:
     """Check the fields of a dataclass instance against their annotations.
 
-    Values are converted where that loses nothing, such as a list to a tuple.
+    Values are converted where that loses nothing: an int to a float, a list to a tuple, "none" to
+    None.
 
     Args:
         instance: The instance, whose fields may be replaced.
         where: Prefix of the fields' names in messages, such as "algorithm.".
 
     Raises:
-        ConfigError: If a value is not allowed; the message has the field's comment.
+        ConfigError: If a value has another type or is out of its range; the message has the field's
+            comment.
     """
     hints = _hints(type(instance))
     for field in dataclasses.fields(instance):  # type: ignore[arg-type]
@@ -324,7 +331,8 @@ def build_dataclass(cls: type[T], values: Mapping[str, object], where: str = "")
         where: Prefix of the fields' names in messages, such as "algorithm.".
 
     Raises:
-        ConfigError: If a name is unknown or missing, or a value is not allowed.
+        ConfigError: If a name is unknown or missing, or a value has another type or is out of its
+            range. Fields that `cls.retired` names are dropped, see `drop_retired_fields`.
     """
     values = drop_retired_fields(cls, values, where)
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]

@@ -182,7 +182,12 @@ class Defence:
         weights: Sequence[Tensor],
         centres: Sequence[Tensor],
     ) -> Tensor:
-        """Return each client's weight in the mean by a rule that looks at whole answers."""
+        """Return each client's weight in the mean by a rule that looks at whole answers.
+
+        By Krum the client of the lowest score has weight 1 and all others 0; by multi-Krum the n -
+        f lowest have 1, with f of `adversary_count`. Ties go to the client that comes first. The
+        geometric median gives the weights of `weiszfeld`.
+        """
         if rule == "geometric-median":
             return weiszfeld(blocks, weights, centres)
         n = len(blocks[0])
@@ -194,7 +199,10 @@ class Defence:
         return votes
 
     def adversary_count(self, n: int) -> int:
-        """Return the assumed number of adversarial clients among n, fewer than half of them."""
+        """Return the assumed number of adversarial clients among n.
+
+        It is share * n, rounded up, and at most (n - 1) // 2: fewer than half of them.
+        """
         return min(math.ceil(self.share * n - 1e-9), (n - 1) // 2)
 
     def agreeing(
@@ -253,6 +261,8 @@ class Defence:
         self, blocks: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> Tensor:
         """Return for each client whether its predictions agree with those of the others.
+
+        They do by `agreeing` on "prediction", after the mean over classes was subtracted.
 
         Args:
             blocks: Logits or probabilities (clients, ..., images, classes).
@@ -321,7 +331,7 @@ def _along(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def _mean(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean over clients."""
+    """Return the weighted mean of each entry over clients; 0 where all weights are 0."""
     return (weights * rows).sum(0) / weights.sum(0).clamp_min(TINY)
 
 
@@ -343,8 +353,8 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def median(rows: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the (weighted) median of each entry over clients (Yin et al., ICML 2018).
 
-    Half of the weight lies on either side. Of two values with this property it is the mean, as of
-    the two middle values of an even number of rows.
+    Half of the weight lies on either side. Of several values with this property it is the mean, as
+    of the two middle values of an even number of rows. Entries without any weight are 0.
 
     Args:
         rows: One row per client (clients, ...).
@@ -360,7 +370,14 @@ def median(rows: Tensor, weights: Tensor | None = None) -> Tensor:
 def trimmed_mean(rows: Tensor, weights: Tensor | None, share: float) -> Tensor:
     """Return the mean of each entry without the lowest and the highest share of its weight.
 
-    The trimmed mean of Yin et al., ICML 2018. A share of a half or more is the median.
+    The trimmed mean of Yin et al., ICML 2018.
+
+    Args:
+        rows: One row per client (clients, ...).
+        weights: The clients' weights, of the same shape; None for equal weights. A value at the
+            limit counts with the part of its weight that lies inside.
+        share: The share of an entry's weight that is cut off on either side. A share of a half or
+            more is the median.
     """
     if weights is None:
         weights = torch.ones(rows.shape, dtype=torch.double, device=rows.device)
@@ -376,8 +393,14 @@ def distances(
 ) -> Tensor:
     """Return each client's distance from a centre.
 
-    It is the root of the mean squared difference of the entries that the client has, so that
-    clients with submodels of different sizes can be compared.
+    It is the root of the mean squared difference of the entries that the client has (those with a
+    positive weight, however large), so that clients with submodels of different sizes can be
+    compared. A client without entries has distance 0.
+
+    Args:
+        blocks: As in `Defence.combine`.
+        weights: For each block the clients' weights, of the block's shape.
+        centres: For each block the centre, without the clients' axis.
     """
     squares = torch.zeros(len(blocks[0]), dtype=torch.double, device=blocks[0].device)
     entries = torch.zeros_like(squares)
@@ -418,8 +441,9 @@ def similarities(
 ) -> Tensor:
     """Return each client's median cosine similarity with the other clients.
 
-    Cosines are those of the differences from `starts`, over the entries that both clients have.
-    Pairs without a common entry do not count.
+    Cosines are those of the differences from `starts`, over the entries that both clients have
+    (positive weights). Pairs without a common entry, or with a zero difference, do not count; a
+    client without a counting pair gets 0.
     """
     n = len(blocks[0])
     dots = torch.zeros(n, n, dtype=torch.double, device=blocks[0].device)
@@ -460,8 +484,8 @@ def class_agreement(vectors: Tensor, held: Tensor) -> Tensor:
     counting pairs divided by the sum of m.
 
     Args:
-        vectors: A vector for each client and class (clients, classes, features); those of classes
-            that a client does not have are ignored.
+        vectors: A finite vector for each client and class (clients, classes, features); those of
+            classes that a client does not have make no difference.
         held: Whether the client has the class (clients, classes), bool.
 
     Returns:
@@ -490,7 +514,7 @@ def class_agreement(vectors: Tensor, held: Tensor) -> Tensor:
 
 
 def _unit_rows(rows: Tensor) -> Tensor:
-    """Return rows scaled to length 1."""
+    """Return rows scaled to length 1; rows of zeros stay zero."""
     lengths: Tensor = rows.norm(dim=-1, keepdim=True)
     return rows / lengths.clamp_min(TINY)
 
@@ -500,7 +524,11 @@ def krum_scores(squared: Tensor, adversaries: int) -> Tensor:
 
     Args:
         squared: Squared distances of every two clients, infinite for a client and itself.
-        adversaries: f, the assumed number of adversarial clients; n - f - 2 distances count.
+        adversaries: f, the assumed number of adversarial clients. n - f - 2 distances count, at
+            least one and at most n - 1.
+
+    Returns:
+        One score per client, lower for better ones; 0 for a single client.
     """
     n = len(squared)
     neighbours = min(max(n - adversaries - 2, 1), n - 1)
@@ -514,7 +542,8 @@ def clip_factors(
 ) -> Tensor:
     """Return the factor by which each client's difference from the centre is scaled down.
 
-    Differences are clipped to the median norm of all clients' differences.
+    Differences are clipped to the median of all clients' `distances` from the centre: the factor is
+    median / own distance, at most 1.
     """
     norms = distances(blocks, weights, centres)
     return (median(norms) / norms.clamp_min(TINY)).clamp_max(1.0)
@@ -525,7 +554,17 @@ def weiszfeld(
 ) -> Tensor:
     """Return the clients' weights in the geometric median, by Weiszfeld's algorithm.
 
-    Distances are smoothed: those below a millionth of the median count as that.
+    It makes 20 steps. In each, a client's weight is the inverse of its distance from the centre,
+    where distances below a millionth of the median count as that; the next centre is the mean by
+    these weights and `weights` together.
+
+    Args:
+        blocks: As in `Defence.combine`.
+        weights: For each block the clients' weights, of the block's shape.
+        start: For each block the centre of the first step.
+
+    Returns:
+        One weight per client; their sum is 1.
     """
     centres = list(start)
     votes = torch.ones(len(blocks[0]), dtype=torch.double, device=blocks[0].device)
@@ -544,13 +583,13 @@ _active = Defence()
 
 
 def active() -> Defence:
-    """Return the defence of the current run."""
+    """Return the defence of the current run; outside of `using` it is rule "none"."""
     return _active
 
 
 @contextmanager
 def using(defence: Defence) -> Iterator[None]:
-    """Aggregate by this defence inside."""
+    """Aggregate by this defence inside the block; the former one applies again after it."""
     global _active
     before = _active
     _active = defence
@@ -561,7 +600,11 @@ def using(defence: Defence) -> Iterator[None]:
 
 
 def aggregate(rows: Tensor, kind: Aggregate, weights: Tensor | None = None) -> Tensor:
-    """Aggregate rows (clients, ...) by the run's defence; see `Defence.combine`."""
+    """Aggregate rows (clients, ...) by the run's defence; see `Defence.combine`.
+
+    The result has the dtype of the rows. Rule "none" gives their mean by `weights`; weights of None
+    are equal.
+    """
     shares = None if weights is None else [weights]
     return _active.combine([rows], kind, shares)[0].to(rows.dtype)
 
