@@ -237,7 +237,9 @@ class Algorithm(Generic[S, C]):
     def evaluate(self, client: C) -> dict[str, float]:
         """Return a client's metrics for the round's record and clear its report.
 
-        The metrics are its accuracies and the values that the algorithm put into `client.report`.
+        The metrics are those of `evaluate_client`, empty if no test is due, `local_images` (the
+        number of local test images) if there is a "local" accuracy, and the values that the
+        algorithm put into `client.report`, which replace metrics of the same name.
         """
         report = client.report
         client.report = {}
@@ -357,7 +359,11 @@ class Algorithm(Generic[S, C]):
 
     @classmethod
     def parties(cls) -> tuple[type[Server], type[Client]]:
-        """Return the server and client classes that the algorithm was written for."""
+        """Return the server and client classes that the algorithm was written for.
+
+        They are the arguments of `Algorithm[MyServer, MyClient]`; `Server` and `Client` where there
+        are none.
+        """
         bases = [base for kind in cls.__mro__ for base in getattr(kind, "__orig_bases__", ())]
         candidates = []
         for base in bases:
@@ -371,6 +377,9 @@ class Algorithm(Generic[S, C]):
 
     @classmethod
     def citation(cls) -> str:
-        """Return the first paragraph of the module's docstring, which cites the paper."""
+        """Return the first paragraph of the module's docstring, which cites the paper.
+
+        Line breaks become spaces. It is empty for a module without docstring.
+        """
         module = inspect.getmodule(cls)
         return (inspect.getdoc(module) or "").split("\n\n")[0].replace("\n", " ")

@@ -121,12 +121,15 @@ class Known:
         return {name: shape for name, shape in weights.items() if name in self.parameters}
 
     def nbytes(self, whose: str, *, parameters_only: bool = False) -> int | None:
-        """Return the size of a network's weights in bytes; None if unknown."""
+        """Return the size of a network's weights in bytes; None if unknown or empty."""
         weights = self.network(whose, parameters_only=parameters_only).values()
         return sum(shape.numel() * dtype.itemsize for shape, dtype in weights) or None
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes that contracts may refer to by name."""
+        """Return the sizes that contracts may refer to by name.
+
+        "features" is missing if the feature width is not known.
+        """
         sizes = {
             "classes": self.spec.classes,
             "channels": self.spec.channels,
@@ -230,7 +233,14 @@ def largest_answer(
 def _collect_sizes(
     algorithm: object, schema: MethodSchema, sent: tuple[Any, ...], known: Known
 ) -> Sizes:
-    """Return the sizes known before the answer: the run's, algorithm's, arguments'."""
+    """Return the sizes known before the answer: the run's, algorithm's, arguments'.
+
+    A declared size that is None, or a method that returns None, is left out. Arguments that do not
+    match their annotations are not reported here.
+
+    Raises:
+        TypeError: If a declared size is neither an integer nor None.
+    """
     own: dict[str, int] = {}
     for name in schema.own_sizes:
         value = getattr(algorithm, name)
@@ -255,7 +265,7 @@ def _resolve(size: Size, sizes: Sizes) -> int | None:
 
 
 def _resolve_bound(bound: float | str, sizes: Sizes) -> float:
-    """Return a bound as a number; raise if it is the name of an unknown size."""
+    """Return a bound as a number; raise PayloadError if it names an unknown size."""
     value = sizes.get(bound) if isinstance(bound, str) else bound
     if value is None:
         raise PayloadError(f"{bound!r} is not the name of a known size")
@@ -263,7 +273,11 @@ def _resolve_bound(bound: float | str, sizes: Sizes) -> float:
 
 
 def _add_names(schema: Schema, sizes: Sizes) -> Sizes:
-    """Return the sizes with the further names that `Named` gives to some of them."""
+    """Return the sizes with the further names that `Named` gives to some of them.
+
+    Raises:
+        PayloadError: If such a size is not known.
+    """
     for named in schema.names:
         sizes = sizes.new_child({named.name: int(_resolve_bound(named.size, sizes))})
     return sizes
@@ -272,7 +286,8 @@ def _add_names(schema: Schema, sizes: Sizes) -> Sizes:
 def _match_shape(declared: Floats, value: Tensor, sizes: Sizes) -> bool:
     """Return whether a tensor has the declared shape.
 
-    A named size that is not known yet is recorded in `sizes`.
+    A named size that is not known yet is recorded in `sizes`, also if a later axis does not match.
+    After a final `...` any number of axes may follow, also none.
     """
     for size, length in zip(declared.shape, value.shape, strict=False):
         if isinstance(size, EllipsisType):
@@ -288,7 +303,7 @@ def _match_shape(declared: Floats, value: Tensor, sizes: Sizes) -> bool:
 
 
 def _expected_dtype(declared: Floats, algorithm: object) -> torch.dtype:
-    """Return the dtype that a tensor must have."""
+    """Return the dtype that a tensor must have: float16 if its field `half` is true."""
     if declared.half and getattr(algorithm, declared.half):
         return torch.float16
     return declared.dtype
@@ -341,11 +356,16 @@ class _Checker:
     def match(self, tree: Payload, schema: Schema, path: str, sizes: Sizes) -> None:
         """Check a part of an answer against its schema.
 
+        Ranges of tensors are only collected; `check_ranges` compares them.
+
         Args:
             tree: The part.
             schema: Its type and annotations.
             path: Its place in the answer, for messages.
             sizes: The sizes known so far; sizes that occur first here are added.
+
+        Raises:
+            PayloadError: If type, keys, shape, dtype or number of bytes differ from the schema.
         """
         sizes = _add_names(schema, sizes)
         if schema.room is not None:
@@ -418,7 +438,14 @@ class _Checker:
         return None
 
     def match_record(self, tree: Payload, schema: RecordSchema, path: str, sizes: Sizes) -> None:
-        """Check a part against a TypedDict."""
+        """Check a part against a TypedDict.
+
+        Required are all keys without NotRequired, and those whose `When` holds. A key whose `When`
+        does not hold must be absent.
+
+        Raises:
+            PayloadError: If a required key is missing, a key is unknown, or a value does not match.
+        """
         _require(isinstance(tree, dict), tree, schema.hint, path)
         required = set()
         allowed = set()
@@ -438,7 +465,14 @@ class _Checker:
             self.match(value, schema.fields[key], f"{path}.{key}", sizes)
 
     def match_state(self, tree: Payload, schema: StateSchema, path: str, sizes: Sizes) -> None:
-        """Check a part against declared entries or against a network's weights."""
+        """Check a part against declared entries or against a network's weights.
+
+        If the server does not know the network, any names and shapes of tensors pass.
+
+        Raises:
+            PayloadError: If the part is empty, lacks a name, has another one, or a tensor does not
+                match.
+        """
         _require_keys(tree, schema, str, path)
         weights = schema.weights or Weights()
         network = _expected_weights(schema, self.algorithm, self.known)
@@ -484,6 +518,9 @@ class _Checker:
             whose: The network's owner, for messages: "client" or "server".
             path: The place of the network's state in the answer.
             sizes: The sizes known so far.
+
+        Raises:
+            PayloadError: If it is no tensor of this shape and dtype.
         """
         at = f"{path}.{name}"
         _require(isinstance(value, Tensor), value, Tensor, at)
@@ -497,10 +534,12 @@ class _Checker:
         self.add_ranges(value, at, None, sizes, (path, kind))
 
     def check_buffer(self, value: Tensor, name: str, path: str, sizes: Sizes) -> None:
-        """Note the range of a buffer that is not any number.
+        """Note the range of a buffer that is not any number, for `check_ranges`.
 
-        A variance of batch normalisation is not negative: with a negative one a network computes
-        NaN. An index beyond those of the initial network may not exist.
+        A variance of batch normalisation (`running_var`) is not negative: with a negative one a
+        network computes NaN. A counter of batches is from 0 to 1e9. A table of integers has no
+        number outside of the initial network's range, since such an index may not exist.
+        Parameters, empty tensors and other buffers have no further range.
         """
         if name in self.known.parameters or not value.numel():
             return
@@ -522,7 +561,10 @@ class _Checker:
         """Check a single value without annotations.
 
         A tensor may hold float32 of up to a million, int64, uint8 or bool; a number must be finite
-        and a string short.
+        and at most 2^53, a string printable and at most 200 characters long.
+
+        Raises:
+            PayloadError: If the value is none of these.
         """
         if isinstance(value, Tensor):
             self.check_tensor(value, ANY_TENSOR, path, sizes)
@@ -534,7 +576,14 @@ class _Checker:
     def check_number(
         self, value: int | float, schema: NumberSchema, path: str, sizes: Sizes
     ) -> None:
-        """Check a number against its range and against the size that it defines."""
+        """Check a number against its range and against the size that it defines.
+
+        Without a declared range it is -2^53 to 2^53. A bool passes, and so does any float of a
+        method that may send NaN. A size that is not known yet takes the number's value.
+
+        Raises:
+            PayloadError: If the number is out of range or not the size's value.
+        """
         if isinstance(value, bool) or (isinstance(value, float) and not self.finite):
             return
         within = schema.within or Within(-EXACT_LIMIT, EXACT_LIMIT)
@@ -648,7 +697,11 @@ class _ByteLimit:
     known: Known
 
     def of(self, schema: Schema, sizes: Sizes) -> int | None:
-        """Return the largest bytes of a value with this schema; None if unbounded."""
+        """Return the largest bytes of a value with this schema; None if unbounded.
+
+        A part whose `When` does not hold has 0 bytes; a number or string counts 200; a union counts
+        as its largest member. Lists and dicts of any length are bounded only by `Room`.
+        """
         if schema.is_present(self.algorithm) is False:
             return 0
         sizes = _add_names(schema, sizes)
@@ -725,7 +778,7 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _if_all_known(combine: Callable[[list[int]], int], values: list[int | None]) -> int | None:
-    """Return the combination of numbers if all of them are known, otherwise None."""
+    """Return `combine(values)` if no value is None, otherwise None."""
     known = [n for n in values if n is not None]
     return combine(known) if len(known) == len(values) else None
 
@@ -747,7 +800,7 @@ def _require_keys(tree: Payload, schema: Schema, kind: type, path: str) -> None:
 
 
 def _require_word(word: str, path: str) -> None:
-    """Raise PayloadError if a string is long or not printable."""
+    """Raise PayloadError if a string has more than 200 characters or unprintable ones."""
     if len(word) > WORD or not word.isprintable():
         raise PayloadError(
             f"{path} is {word[:20]!r}..., expected a string of at most {WORD} printable characters"

@@ -96,6 +96,9 @@ def compare_answers(
 ) -> dict[int, OutlierComparison]:
     """Compare each answer with its references.
 
+    The limit is 100 times the reference, or 1000 times if no other client answered with a part of
+    this kind. What the client received counts only if the answer exceeds its limit without it.
+
     Args:
         answers: Client -> magnitudes of its answer's tensors.
         initial: Client -> peak and root mean square of its network's initial weights, by name;
@@ -123,6 +126,8 @@ def compare_answers(
 def probe(network: Classifier, weights: State, spec: Spec) -> Tensor:
     """Return the largest absolute logit of a network for random images.
 
+    The four images are always the same. The network is left in evaluation mode.
+
     Args:
         network: A network of the same architecture, whose weights are replaced.
         weights: The weights.
@@ -139,10 +144,15 @@ def probe(network: Classifier, weights: State, spec: Spec) -> Tensor:
 def find_large_logits(peaks: Mapping[int, float], initial: Mapping[int, float]) -> dict[int, str]:
     """Return the clients whose network's logits are far larger than usual, and why.
 
+    A finite peak is too large above 100 times its reference: the largest of 10, the client's
+    initial peak, and the lower median of the others' finite peaks; there must be one of these. NaN
+    or infinity is too large if another client's peak is finite, or there is no other client.
+
     Args:
         peaks: Client -> the largest absolute logit that `probe` found.
         initial: Client -> the same of its network with initial weights. Of a very deep network it
-            is large, as long as its statistics of normalisation are not those of its inputs.
+            is large, as long as its statistics of normalisation are not those of its inputs. A
+            client whose number is not finite is not judged.
     """
     found: dict[int, str] = {}
     for k, peak in peaks.items():
@@ -249,7 +259,7 @@ def _size(found: Magnitude) -> _Size:
 
 
 def _joint_size(group: Iterable[Magnitude]) -> _Size:
-    """Return the size of several tensors together."""
+    """Return the size of several tensors together: the largest peak, the rms of all entries."""
     found = list(group)
     count = sum(one.shape.numel() for one in found)
     squares = sum(one.norm**2 for one in found)
@@ -257,7 +267,7 @@ def _joint_size(group: Iterable[Magnitude]) -> _Size:
 
 
 def _joint(sizes: Initial, names: Sequence[tuple[str, torch.Size]]) -> _Size:
-    """Return the size of those tensors together whose own sizes are known."""
+    """Return the size of those tensors together whose own sizes are known; zero without any."""
     known = [(sizes[name], shape.numel()) for name, shape in names if name in sizes]
     if not known:
         return _Size()

@@ -103,7 +103,7 @@ def map_leaves(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Pay
 
 
 def _require_text(text: str, path: str) -> None:
-    """Raise unless a string can be sent as UTF-8, which a lone surrogate cannot."""
+    """Raise PayloadError unless a string is valid UTF-8, which a lone surrogate is not."""
     if text.isascii():
         return
     try:
@@ -113,7 +113,11 @@ def _require_text(text: str, path: str) -> None:
 
 
 def leaves(tree: Payload, path: str = "payload") -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of every leaf."""
+    """Yield the path and the value of every leaf: of a dict's key k as PATH.k, of a list PATH[i].
+
+    Raises:
+        PayloadError: If the tree is not a payload, before anything is yielded.
+    """
     found: list[tuple[str, Any]] = []
     map_leaves(tree, lambda at, value: found.append((at, value)), path)
     yield from found
@@ -153,7 +157,10 @@ def to_floats(values: Sequence[Tensor]) -> list[float]:
 
 
 def infinite_leaves(tree: Payload, path: str = "") -> list[str]:
-    """Return the paths of floats and float tensors that hold NaN or infinity."""
+    """Return the paths of floats and float tensors that hold NaN or infinity.
+
+    Each path occurs once: those of floats first, then those of tensors. Empty tensors hold none.
+    """
     found: list[str] = []
     paths: list[str] = []
     extremes: list[Tensor] = []
@@ -199,12 +206,18 @@ def _isolate_leaf(value: Any, device: torch.device | None) -> Any:
 
 
 def mark(tensor: Tensor) -> None:
-    """Give a tensor an origin, by which its unmodified copies are recognised."""
+    """Give a tensor an origin, by which its unmodified copies are recognised.
+
+    A tensor that has one and was not modified since keeps it.
+    """
     tensor.origin = (origin(tensor) or object(), tensor._version)  # type: ignore[attr-defined]
 
 
 def origin(tensor: Tensor) -> object | None:
-    """Return a token that all unmodified copies of a tensor share; None if unmarked."""
+    """Return a token that all unmodified copies of a tensor share.
+
+    It is None if the tensor is not marked, or was modified in place since.
+    """
     token, version = getattr(tensor, "origin", (None, 0))
     return token if version == tensor._version else None
 
@@ -212,19 +225,27 @@ def origin(tensor: Tensor) -> object | None:
 def isolate(tree: T, device: torch.device | None = None, path: str = "payload") -> T:
     """Copy a payload for another party; changes by one do not affect the other.
 
-    On the CPU tensors are shared copy on write.
+    Tensors are detached. On the CPU they are shared copy on write.
 
     Args:
         tree: The payload.
         device: The device of the copied tensors; None keeps theirs.
         path: The path of the tree, for messages.
+
+    Raises:
+        PayloadError: If the tree is not a payload; the message has the path.
     """
     copy: T = map_leaves(tree, lambda _, value: _isolate_leaf(value, device), path)
     return copy
 
 
 def _contiguous(tensor: Tensor, order: list[int]) -> Tensor:
-    """Return the tensor with its axes in memory order, copied only if not dense."""
+    """Return the tensor with its axes in memory order, copied only if not dense.
+
+    Args:
+        tensor: The tensor; a contiguous one is returned as it is.
+        order: Its axes by descending stride.
+    """
     if tensor.is_contiguous():
         return tensor
     permuted = tensor.permute(order)
@@ -242,7 +263,11 @@ def _inverse(order: list[int]) -> list[int]:
 def pack(tree: Payload) -> tuple[dict[str, Tensor], str]:
     """Convert a payload to named contiguous tensors and a JSON header.
 
-    The header describes the structure, the plain values and the memory formats.
+    The header describes the structure, the plain values and the memory formats; floats are stored
+    exactly.
+
+    Raises:
+        PayloadError: If the tree is not a payload.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -270,7 +295,7 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
     """Convert the tensors and the header that `pack` returned back to the payload.
 
     Raises:
-        PayloadError: If the header is damaged or does not fit the tensors.
+        PayloadError: If the header is damaged, nested too deep, or does not fit the tensors.
     """
 
     def decode(node: Any, depth: int = 0) -> Payload:

@@ -69,8 +69,8 @@ class Round:
     def headline(self, test: str = "global") -> float | None:
         """Return the primary model's accuracy on a test set; None if not evaluated.
 
-        It is the server's model for methods that train one model for all, and the mean over the
-        clients' models otherwise (`primary`).
+        If `primary` is "server", as for methods that train one model for all, it is the server's
+        accuracy; otherwise the mean over the clients that report one, with equal weights.
         """
         if self.primary == "server":
             return self.server.get(test)
@@ -78,13 +78,14 @@ class Round:
         return sum(values.values()) / len(values) if values else None
 
     def traffic(self, direction: str) -> int:
-        """Return the total bytes in a direction, "up" or "down"."""
+        """Return the total bytes in a direction, "up" or "down"; evaluation does not count."""
         return sum(count[direction] for count in self.bytes.values())
 
     def scalars(self) -> dict[str, float]:
         """Return all numbers under flat names for experiment trackers.
 
-        Names are such as `global/mean`, `global/client-0` and `bytes/up`.
+        For each metric of clients METRIC/mean and METRIC/client-K, for those of the server
+        METRIC/server; then bytes/up, bytes/down, seconds/PHASE and failures, their number.
         """
         flat: dict[str, float] = {}
         for metric in sorted({name for metrics in self.clients.values() for name in metrics}):

@@ -74,7 +74,11 @@ class Schema:
     room: Size | None = None  # Largest size in bytes, where an annotation gives one.
 
     def is_present(self, algorithm: object) -> bool | None:
-        """Return whether a part must be present; None if no `When` decides it."""
+        """Return whether a part must be present; None if no `When` decides it.
+
+        It must be if the algorithm's field or property that `When` names is true, or does not
+        exist.
+        """
         return bool(getattr(algorithm, self.when, True)) if self.when else None
 
     def children(self) -> tuple[Schema, ...]:
@@ -241,7 +245,10 @@ def _compile_once(kind: type, method: str) -> MethodSchema:
 
 
 def compile_hint(hint: Any) -> Schema:
-    """Compile a type hint.
+    """Compile a type hint, with the annotations of `Annotated` and `NotRequired`, to a schema.
+
+    Types that no rule covers get an `OtherSchema`. Of several annotations of a kind, the first
+    counts; of `Named`, all do.
 
     Raises:
         TypeError: If an annotation does not apply to its type.
@@ -262,7 +269,7 @@ def compile_hint(hint: Any) -> Schema:
 def find_record(schema: Schema) -> RecordSchema | None:
     """Return the first TypedDict of an answer; None without one.
 
-    It may be the answer itself, or lie in a list or union.
+    It may be the answer itself, or lie in a list or union, not in a dict or tuple.
     """
     if isinstance(schema, RecordSchema):
         return schema
@@ -389,7 +396,10 @@ def _has_attribute(kind: type, name: str) -> bool:
 
 
 def _size_names(schema: Schema) -> Iterator[str]:
-    """Yield the names of sizes in a schema's own annotations."""
+    """Yield the names of sizes in a schema's own annotations, used or given.
+
+    Schemas inside of it do not count.
+    """
     sizes: list[object] = [schema.room, *(named.size for named in schema.names)]
     if isinstance(schema, TensorSchema) and schema.values is not None:
         sizes += [*schema.values.shape, schema.values.most]
@@ -402,7 +412,7 @@ def _size_names(schema: Schema) -> Iterator[str]:
 
 
 def _defined_names(schema: Schema) -> Iterator[str]:
-    """Yield the names that a schema's own annotations give to sizes."""
+    """Yield the names that a schema's own annotations give to sizes (`Named`, `Within`)."""
     yield from (named.name for named in schema.names)
     if isinstance(schema, NumberSchema) and schema.within is not None and schema.within.name:
         yield schema.within.name

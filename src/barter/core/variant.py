@@ -89,7 +89,10 @@ def describe_variant(algorithm: Algorithm[Any, Any]) -> str:
 
 
 def _changed(algorithm: Algorithm[Any, Any]) -> bool:
-    """Return whether any field has another value than its default."""
+    """Return whether any field has another value than its default.
+
+    Fields without a default, or with a default factory, do not count.
+    """
     return any(
         getattr(algorithm, field.name) != field.default
         for field in dataclasses.fields(algorithm)

@@ -80,6 +80,9 @@ class Adversaries:
     def require(self, algorithm: Algorithm[Any, Any]) -> None:
         """Raise if the attack changes no answer of an algorithm's clients.
 
+        Nothing is required without adversarial clients (`fraction` of 0), nor of the attacks
+        "flipped-labels" and "absent", which fit every algorithm.
+
         Raises:
             ConfigError: The message names the attacks that do.
         """
@@ -96,7 +99,10 @@ class Adversaries:
 
 
 def choose(adversaries: Adversaries, clients: int, seed: int) -> tuple[int, ...]:
-    """Return the ids of the adversarial clients, chosen at random by the run's seed."""
+    """Return the ids of the adversarial clients, in ascending order.
+
+    They are round(fraction * clients) of the ids from 0 on, chosen at random by the run's seed.
+    """
     n = round(adversaries.fraction * clients)
     stream = torch.Generator().manual_seed(seeds.stream_seed(seed, "adversaries"))
     return tuple(sorted(torch.randperm(clients, generator=stream)[:n].tolist()))
@@ -124,6 +130,10 @@ def poison(
     stream: torch.Generator,
 ) -> Payload:
     """Return an adversarial client's answer instead of the honest one.
+
+    Only the parts that the attack targets change (`TARGETS`): weights w that started from s become
+    s - scale (w - s), except for integers and batch-norm statistics; logits become random ones;
+    images become black and white pixels at random; features become -scale times themselves.
 
     Args:
         answer: The honest answer.
@@ -158,6 +168,10 @@ def poison(
 def _random_logits(value: Tensor, scale: float, stream: torch.Generator) -> Tensor:
     """Return random logits, or random probabilities where the values are such.
 
+    Values are probabilities if none is negative and all rows sum to 1 within 1e-3; then the result
+    is softmax(scale * noise). Logits are normal, with `scale` times the honest standard deviation,
+    or times 1 if that is smaller.
+
     Args:
         value: The honest client's logits or probabilities.
         scale: Factor of the logits' standard deviation.
@@ -173,7 +187,9 @@ def _random_logits(value: Tensor, scale: float, stream: torch.Generator) -> Tens
 def _start(name: str, value: Tensor, references: list[State]) -> Tensor:
     """Return the tensor that an update of this name started from, else zeros.
 
-    A head is uploaded as "weight" and "bias"; in a network its name ends with these.
+    It is the first tensor of the same name and shape in the references; if there is none, the first
+    whose name ends with ".NAME", the last one of a state. A head is uploaded as "weight" and
+    "bias"; in a network its name ends with these.
     """
     for state in references:
         if name in state and state[name].shape == value.shape:
@@ -186,7 +202,7 @@ def _start(name: str, value: Tensor, references: list[State]) -> Tensor:
 
 
 def states_in(tree: Payload) -> Iterator[State]:
-    """Yield all dicts of tensors in a payload."""
+    """Yield all non-empty dicts that hold tensors only, outer ones first."""
     if isinstance(tree, Mapping):
         if tree and all(isinstance(value, Tensor) for value in tree.values()):
             yield dict(tree)
@@ -240,7 +256,14 @@ def _parts(schema: Schema, key: str = "") -> Iterator[Part]:
 def _changed(
     tree: Payload, schema: Schema, change: Callable[[Part, str, Tensor], Tensor], key: str = ""
 ) -> Payload:
-    """Return a payload with the tensors of its declared parts changed."""
+    """Return a payload with the tensors of its declared parts changed.
+
+    Args:
+        tree: The payload.
+        schema: Its type. Parts that do not match their type, or lie in a union, stay unchanged.
+        change: Called with the kind of part, the tensor's name and the tensor; returns the new one.
+        key: The payload's key in the TypedDict around it.
+    """
     part = _part(schema, key)
     if part is not None and isinstance(tree, Tensor):
         return change(part, key, tree)

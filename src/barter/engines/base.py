@@ -97,7 +97,7 @@ class BaseEngine:
         raise NotImplementedError
 
     def memory(self) -> dict[int, Payload]:
-        """Return the state of the clients that the server's checkpoint stores."""
+        """Return the state of the clients that the server's checkpoint stores, by id."""
         raise NotImplementedError
 
     def recall(self, memory: Mapping[int, Payload]) -> None:
@@ -115,8 +115,9 @@ class BaseEngine:
     def image_counts(self, clients: Iterable[int]) -> dict[int, int]:
         """Return the clients' numbers of images as weights for means.
 
-        The numbers are the clients' own claims, so each is capped at 10x the median. A warning
-        names a client whose claim is capped, once.
+        The numbers are the clients' own claims, so each is capped at 10x the median over all
+        clients of the run, rounded down and at least 1. A warning names a client whose claim is
+        capped, once.
         """
         claimed = {k: self.examples(k) for k in self.client_ids}
         most = max(1, int(TIMES * statistics.median(claimed.values())))
@@ -133,6 +134,8 @@ class BaseEngine:
 
     def cap_counts(self, answer: Payload, method: str, client: int, claims: Set[str]) -> Payload:
         """Scale down an answer's image counts if the client's image number was capped.
+
+        Counts are multiplied by capped / claimed images and rounded up.
 
         Args:
             answer: The client's answer.
@@ -206,6 +209,8 @@ class BaseEngine:
     ) -> Payload:
         """Count an answer's parts as released, check the answer, return it isolated.
 
+        The parts of a rejected answer count as released too.
+
         Args:
             answer: The client's answer.
             method: The remote method.
@@ -225,8 +230,11 @@ class BaseEngine:
     ) -> Payload:
         """Check an answer whose parts were counted, and return it isolated.
 
-        The engine of a single site has no server: there the answer passes and is checked by the
-        server that receives it.
+        Image counts are capped, see `cap_counts`. The engine of a single site has no server: there
+        the answer passes and is checked by the server that receives it.
+
+        Raises:
+            PayloadError: If the answer does not match the method's return type.
         """
         if self.server is not None:
             valid = validate(
@@ -240,6 +248,9 @@ class BaseEngine:
         self, method: str, answers: dict[int, Any], args: Mapping[int, tuple[Any, ...]]
     ) -> dict[int, Failure]:
         """Remove answers from a call that are far larger than the others'.
+
+        They are those that `compare_answers` finds excessive, and uploaded networks that fail on
+        random images or have far larger logits (`find_large_logits`).
 
         Args:
             method: The remote method.
@@ -283,7 +294,8 @@ class BaseEngine:
     def suspect(self) -> str:
         """Describe the accepted answer of this round that stands out, for messages.
 
-        The text is empty if there is none.
+        It is the one that is the largest multiple of its reference. The text is empty if this is
+        less than 5.
         """
         if self._extreme is None:
             return ""
@@ -339,7 +351,7 @@ class BaseEngine:
         return self._networks[key]
 
     def count_release(self, client: int, parts: Iterable[str]) -> None:
-        """Count one more release of these parts by a client."""
+        """Count one more release of each of these parts by a client."""
         counts = self.crossed.setdefault(client, {})
         counts |= {part: counts.get(part, 0) + 1 for part in parts}
 
@@ -353,7 +365,10 @@ class BaseEngine:
         return nonempty_parts(self.algorithm, method, answer)
 
     def record_epsilon(self, client: int, epsilon: object) -> None:
-        """Record the ε that a client reports for all its releases; ignore invalid values."""
+        """Record the ε that a client reports for all its releases; the largest one counts.
+
+        Values that are negative, NaN or no numbers are ignored; infinity is not.
+        """
         if isinstance(epsilon, int | float) and epsilon >= 0:
             self.reported_epsilon[client] = max(
                 self.reported_epsilon.get(client, 0.0), float(epsilon)
@@ -371,7 +386,10 @@ class BaseEngine:
         return Failure(client, method, self.round, f"{type(error).__name__}: {error}", details)
 
     def tests_due(self, client: int, method: str) -> bool:
-        """Return whether a client that runs this method is evaluated in this round."""
+        """Return whether a client that runs this method is evaluated in this round.
+
+        The client counts as a participant of the round, unless the method is the evaluation itself.
+        """
         if not self.evaluation.is_due(self.round, self.last_round):
             return False
         # An evaluation by itself does not make a client a participant of the round.
@@ -381,14 +399,18 @@ class BaseEngine:
     def is_local_only(self) -> bool:
         """Return whether no client has uploaded anything yet, evaluation excepted.
 
-        Then no client can have been influenced by others.
+        It is always False after round 1. While it is True, no client can have been influenced by
+        others.
         """
         return self.round <= 1 and not self.wire.methods_with_uploads() - {
             Algorithm.evaluate.__name__
         }
 
     def stream(self, name: str) -> torch.Generator:
-        """Return a random generator of the server for this round and purpose."""
+        """Return a random generator of the server for this round and purpose.
+
+        Each call returns a new one in the same initial state.
+        """
         return torch.Generator().manual_seed(seeds.stream_seed(self.seed, self.round, name))
 
     def count_call(self, method: str, client: int) -> int:
@@ -411,7 +433,14 @@ class BaseEngine:
 
     @contextmanager
     def phase(self, name: str, total: float) -> Iterator[None]:
-        """Time a phase and report it to the monitor."""
+        """Time a phase and report it to the monitor.
+
+        The time until the device has finished the block's work is added to `seconds[name]`.
+
+        Args:
+            name: The phase.
+            total: The amount of progress at its end.
+        """
         start = time.perf_counter()
         with self.watched.phase(name, total):
             try:

@@ -82,7 +82,8 @@ def fork_obstacle() -> str:
 def die_with(parent: int, sign: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent ends.
 
-    Linux only: on other systems a process notices when it next communicates with its parent.
+    Linux only: on other systems a process notices when it next communicates with its parent. If the
+    parent has ended already, this process exits at once with status 1.
 
     Args:
         parent: The process id of the parent.
@@ -176,6 +177,8 @@ def run_in_processes(
 
     Yields:
         (key, result, "") for a job that is done, (key, None, reason) for one whose process died.
+        A job that raises ends its process. Jobs start in the order of `jobs`; if the caller stops
+        the iteration, all processes are killed.
     """
     known = {k: _share(job.known) for k, job in jobs.items()}
     waiting = list(jobs)
@@ -243,7 +246,7 @@ def _ready_pipes(workers: Mapping[int, Worker], timeout: float | None) -> list[i
 
 
 def _death_reason(worker: Worker, status: int, timeout: float | None) -> str:
-    """Return why a process ended before its job was done."""
+    """Return why a process ended before its job was done: timeout, signal or exit code."""
     if worker.late:
         return f"it was not done within {timeout:g} s, the run's timeout"
     code = os.waitstatus_to_exitcode(status)

@@ -162,6 +162,10 @@ class LocalEngine(BaseEngine):
             args: Client -> its arguments.
             local_only: True if nothing was exchanged before this call. The server sends it to a site,
                 which does not know the other clients; None lets this engine decide.
+
+        Returns:
+            The answers that were accepted, and the failures: clients that raised, whose process
+            died, or whose answer was invalid or an outlier. No exception of a client is raised.
         """
         self._local_only = self.is_local_only() if local_only is None else local_only
         answers: dict[int, Any] = {}
@@ -209,7 +213,12 @@ class LocalEngine(BaseEngine):
         return super().receive_answer(answer, method, client, sent)
 
     def _call_here(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
-        """Run a client's call in this process and return the checked answer."""
+        """Run a client's call in this process and return the checked answer.
+
+        Raises:
+            PayloadError: If the arguments or the answer are invalid. The client's own exceptions
+                are raised too, and count as a release.
+        """
         received = self.wire.carry(args, method, k, "down", self.clients[k].device)
         start = time.perf_counter()
         try:
@@ -240,7 +249,10 @@ class LocalEngine(BaseEngine):
             )
 
     def _path(self, method: str, client: int) -> tuple[object, ...]:
-        """Return the path of a call's random stream."""
+        """Return the path of a call's random stream, and count the call.
+
+        It is (round, method, client); repeated calls of a round add the number of earlier ones.
+        """
         before = self.count_call(method, client)
         return (self.round, method, client, before) if before else (self.round, method, client)
 
@@ -313,7 +325,8 @@ class LocalEngine(BaseEngine):
     def _by_core(self, clients: int) -> bool:
         """Return whether each client computes on one core.
 
-        If there are fewer clients than half the cores, they run one after the other with all cores.
+        That is if there are several cores, and clients for at least half of them. Otherwise clients
+        run one after the other with all cores.
         """
         return self.cores > 1 and 2 * clients >= self.cores
 
@@ -326,8 +339,10 @@ class LocalEngine(BaseEngine):
     def _worth_forking(self, method: str, clients: int) -> bool:
         """Return whether calls run in forked processes.
 
-        With a timeout they always do, however short they were before: only a process can be killed,
-        and any call may hang. Otherwise a process must cost less than the call.
+        With a timeout that can be enforced they always do, however short they were before: only a
+        process can be killed, and any call may hang. Otherwise they do if there are several
+        clients, each on one core, and the method took more than 0.1 s per client before (or never
+        ran).
         """
         if self.timeout is not None and not self.timeout_gap():
             return True
@@ -344,7 +359,7 @@ class LocalEngine(BaseEngine):
 
         Yields:
             A client and a function that returns its answer or raises, in the order in which calls
-            finish.
+            finish; first those whose arguments cannot be sent.
         """
         start = time.perf_counter()
         # A forked call uses the number of threads that it would use in this process: results must

@@ -19,7 +19,7 @@ TRIM = 5  # The trimmed mean drops one in TRIM clients at each end.
 
 
 def is_statistic(name: str) -> bool:
-    """Return whether a state's tensor, by its name, is a batch-norm statistic."""
+    """Return whether a state's tensor, by its name, is a batch-norm statistic or counter."""
     return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -32,19 +32,17 @@ def average(
 ) -> State:
     """Aggregate the clients' states entry by entry.
 
-    Integer entries, such as the step counters of batch normalisation, are averaged and rounded.
+    Integer entries, such as the step counters of batch normalisation, are averaged and rounded. The
+    run's defence (`robust`) replaces the mean, not the median or the trimmed mean.
 
     Args:
-        states: One state per client, all with the same names and shapes.
+        states: One state per client, at least one, all with the same names and shapes.
         alike: Give all clients the same weight in the mean.
         by: "mean" weights clients by their numbers of examples (w = sum n_k / n w_k). "median" and
             "trimmed" are robust: a few clients cannot move the result far. They ignore the numbers
             of examples.
-
-        since: The weights that all clients started from, for robust aggregation; none if they
+        since: The weights that all clients started from, for the run's defence; None if they
             started from different ones.
-
-    The run's defence (`robust`) replaces the mean.
 
     Returns:
         The aggregated state, with the data types of the first client's.
@@ -109,8 +107,8 @@ def entrywise_median(rows: Tensor) -> Tensor:
 def entrywise_trimmed_mean(rows: Tensor) -> Tensor:
     """Return the trimmed mean of each entry over all rows (Yin et al., ICML 2018).
 
-    The lowest and the highest fifth of the values are left out; of three or more rows at least one
-    value at each end.
+    The lowest and the highest fifth of the values, rounded down, are left out; of three or more
+    rows at least one value at each end, of one or two rows none.
     """
     cut = max(len(rows) // TRIM, len(rows) > 2)
     return rows.sort(0).values[cut : len(rows) - cut].mean(0)

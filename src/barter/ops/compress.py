@@ -27,7 +27,7 @@ def rank_for_energy(singular: Tensor, energy: float) -> int:
         energy: Fraction of the sum of all squares.
 
     Returns:
-        The number of values to keep, at least 1.
+        The smallest number of values whose squares sum to at least this fraction, at least 1.
     """
     cumulative = singular.double().square().cumsum(0)
     return min(1 + int((cumulative < energy * cumulative[-1]).sum()), len(singular))
@@ -42,6 +42,9 @@ def compress_update(update: Mapping[str, Tensor], energy: float) -> Compressed:
     Args:
         update: The tensors by name.
         energy: Fraction of the squared singular values to keep.
+
+    Returns:
+        For each tensor, in order and without names, its two factors or a list of the tensor alone.
     """
     return [_factors(tensor, energy) for tensor in update.values()]
 
@@ -115,6 +118,10 @@ def _restore(part: list[Tensor], old: Tensor, name: str) -> Tensor:
     """Return one tensor of an update, multiplying its factors if there are two.
 
     Shapes are checked before multiplying, because small factors can have a huge product.
+
+    Raises:
+        PayloadError: If dtypes or shapes do not fit the tensor `old`, or the rank exceeds its
+            smaller side.
     """
     if all(tensor.dtype == old.dtype for tensor in part):
         if len(part) == 1 and part[0].shape == old.shape:

@@ -68,7 +68,10 @@ def images_per_class(data: Images, ipc: int, least: int) -> dict[int, int]:
     Args:
         data: The client's images.
         ipc: Images per class; a class with fewer images gets as many as it has.
-        least: Classes with fewer images than this are left out.
+        least: Classes with fewer images than this are left out; at least 1.
+
+    Returns:
+        Class -> number of images, in ascending order of the classes.
     """
     return {c: min(ipc, n) for c, n in enumerate(data.class_counts().tolist()) if n >= least}
 
@@ -85,7 +88,13 @@ def condensed_labels(sizes: Mapping[int, int], device: torch.device) -> Tensor:
 
 
 def pack_lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> Lot:
-    """Pack condensed images for upload; without images, an empty lot."""
+    """Pack condensed images for upload as bytes; None stands for no images.
+
+    Args:
+        data: The client's images, for format and device.
+        sizes: Class -> number of condensed images; empty without images.
+        images: The condensed images, normalised and sorted as in `sizes`.
+    """
     classes = torch.tensor(list(sizes), dtype=torch.long, device=data.device)
     amounts = torch.tensor(list(sizes.values()), dtype=torch.long, device=data.device)
     if images is None:
@@ -94,7 +103,7 @@ def pack_lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> L
 
 
 def concatenate_lots(lots: Iterable[Lot]) -> tuple[Tensor, Tensor]:
-    """Return the condensed images of all clients and their labels."""
+    """Return the condensed images (bytes) of all clients and their labels; at least one lot."""
     images = []
     labels = []
     for lot in lots:
@@ -106,11 +115,11 @@ def concatenate_lots(lots: Iterable[Lot]) -> tuple[Tensor, Tensor]:
 def mean_images(data: Images, sizes: Mapping[int, int], of: int) -> Tensor:
     """Return normalised images, each the mean of `of` random images of one class.
 
-    No two means of a class have their first image in common.
+    No two means of a class have their first image in common; the others are drawn with repetition.
 
     Args:
         data: The client's images.
-        sizes: Number of means for each class.
+        sizes: Number of means for each class, at least one class; at most the number of its images.
         of: Number of images in each mean.
     """
     means = []
@@ -124,7 +133,7 @@ def mean_images(data: Images, sizes: Mapping[int, int], of: int) -> Tensor:
 
 
 def quantise_images(images: Tensor, spec: Spec) -> Tensor:
-    """Convert normalised images to bytes."""
+    """Convert normalised images to bytes; clamp to 0 and 255, then round."""
     mean, std = channel_statistics(spec, images.device)
     return ((images * std + mean) * 255).clamp(0, 255).round().to(torch.uint8)
 

@@ -150,7 +150,10 @@ def _leading_directions(residuals: Tensor, size: int) -> Tensor:
 
 
 def sample_labels(counts: Tensor, n: int) -> Tensor:
-    """Return n labels whose frequencies follow the counts, as evenly as integers allow."""
+    """Return n labels, sorted, whose frequencies follow the counts as integers allow.
+
+    Nothing is random. Without any counts, there are no labels.
+    """
     total = int(counts.sum())
     if not total:
         return counts.new_zeros(0)

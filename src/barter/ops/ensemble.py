@@ -70,7 +70,7 @@ def sample_index(images: Images, samples: int | None) -> Tensor:
 
     Args:
         images: The images.
-        samples: Number of images; all if None or if there are fewer.
+        samples: Number of images; all, shuffled, if None or if there are fewer.
     """
     return torch.randperm(len(images), device=images.device)[:samples]
 
@@ -97,7 +97,7 @@ def mean_predictions(answers: Sequence[Tensor], shares: Tensor | None = None) ->
     A run with a defence on logits uses its robust aggregate instead of the mean.
 
     Args:
-        answers: One prediction per network.
+        answers: One prediction per network, logits or probabilities.
         shares: Weight of each network for each class (networks, classes); equal weights if None.
     """
     predictions = torch.stack(list(answers))
@@ -157,19 +157,19 @@ def reduce_entropy(p: Tensor, temperature: float) -> Tensor:
 
 
 def soft_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the cross entropy with probabilities as the target."""
+    """Return the mean cross entropy of logits with probabilities (N, classes) as the target."""
     return F.cross_entropy(logits, target)
 
 
 def logit_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return KL(target ‖ student) of logits."""
+    """Return KL(target ‖ student) of logits, averaged over the batch."""
     return kl(target, logits)
 
 
 def _on_images(
     model: Classifier, spec: Spec, loss: Callable[..., Tensor], pixels: Tensor, *targets: Tensor
 ) -> Tensor:
-    """Return a loss of a model's logits on a batch of bytes."""
+    """Return a loss of a model's logits on a batch of bytes, without augmentation."""
     return loss(model(prepare_batch(pixels, spec, Augment())).float(), *targets)
 
 
@@ -187,8 +187,10 @@ def distil(
 ) -> None:
     """Train a model on some of the images, by a loss of its logits and the targets.
 
+    Images are not augmented. Batches are shuffled anew in each pass over `places`.
+
     Args:
-        model: The model to train.
+        model: The model to train; it is left in training mode.
         images: All images.
         places: Indices of the images to learn from.
         targets: Tensors with one row for each of these images.

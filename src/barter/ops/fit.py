@@ -76,7 +76,7 @@ def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
 
     Args:
         n: Number of samples.
-        size: Batch size; at most n, at least 2.
+        size: Batch size; more than n counts as n, less than 2 as 2.
         device: Device of the indices.
     """
     size = _batch_size(n, size)
@@ -107,7 +107,7 @@ def epoch_length(n: int, size: int) -> int:
 
 
 def _batch_size(n: int, size: int) -> int:
-    """Return the batch size that is used for n samples."""
+    """Return the batch size that is used for n samples: at most n, then at least 2."""
     return max(2, min(size, n))
 
 
@@ -123,6 +123,8 @@ def classification(
     adjust: Adjust = torch.add,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss on a batch of labelled bytes, and the number of correct ones.
+
+    Correct by the adjusted logits.
 
     Args:
         model: The model.
@@ -174,7 +176,7 @@ def fit(
         epochs: Number of epochs at most.
         batch_size: Images in a step.
         recipe: Optimizer and learning rate.
-        goal: Stop when the training accuracy of an epoch reaches this value.
+        goal: Stop after an epoch whose training accuracy is at least this value; None never stops.
         data: Images to train on instead of the client's.
         steps: Steps in an epoch; by default an epoch is one pass over the data.
         by_class: One value per class, by which logits are adjusted before the loss.
@@ -184,7 +186,8 @@ def fit(
         anchor: Pulls the parameters towards given values.
 
     Returns:
-        Epochs run, and loss and accuracy of the last epoch; NaN after private training.
+        Epochs run, and loss and accuracy of the last epoch, both as measured while training; NaN
+        after private training. Without epochs, the loss is NaN and the accuracy 0.
 
     Raises:
         ConfigError: If the images are sealed and `seen` or `by_class` is given.
@@ -310,9 +313,10 @@ def alternate(
     recipe: Recipe,
     also: Sequence[nn.Module] = (),
 ) -> None:
-    """Train the client's model, and further modules, on several courses at once.
+    """Train the client's model, and further modules, on several courses in turn.
 
-    Every step takes one batch of each course and minimises that course's loss on it.
+    Every step takes one batch of each course, one after the other, and makes an optimizer step by
+    that course's loss. All share one optimizer, annealed to the end of `steps`.
     """
     trainer = Trainer.of([module.train() for module in (client.model, *also)], recipe)
     for step in client.track(range(steps)):
@@ -340,7 +344,7 @@ class Subject:
 
 
 def join_subjects(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
-    """Combine several subjects into one course; batches hold equal parts of each.
+    """Combine several subjects into one course; batches hold size // subjects rows of each.
 
     Batch normalisation then uses statistics of all subjects together. Subjects that alternate would
     each be normalised by their own statistics in training, and by those of none in evaluation.

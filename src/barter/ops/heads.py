@@ -29,7 +29,7 @@ Head: TypeAlias = Annotated[
 
 
 def linear_head(model: Classifier) -> nn.Linear:
-    """Return the head of a network.
+    """Return the head of a network, its Linear layer that was defined last.
 
     Raises:
         ConfigError: If the network does not end in a linear layer with a bias.
@@ -50,7 +50,12 @@ def head_state(model: Classifier) -> Head:
 
 
 def load_head(model: Classifier, head: State) -> None:
-    """Load a head into a network; an empty state changes nothing."""
+    """Load a head ("weight", "bias") into a network; an empty state changes nothing.
+
+    Raises:
+        ConfigError: If the network does not end in a linear layer with a bias.
+        RuntimeError: If names or shapes differ.
+    """
     if head:
         linear_head(model).load_state_dict(head)
 
@@ -59,7 +64,7 @@ def logits_by_heads(model: Classifier, head: State, data: Images) -> tuple[Tenso
     """Return the logits of all images by the network's own head, and by another one.
 
     The features, which are nearly all of the work, are computed once. The network is left in
-    evaluation mode and with its own head.
+    evaluation mode and with its own head. An empty `head` gives the own logits twice.
     """
     model.eval()
     index = torch.arange(len(data), device=data.device)

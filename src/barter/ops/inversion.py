@@ -171,9 +171,11 @@ def decoded_inversion_loss(
 
 
 def discrepancy(choice: Discrepancy, teacher: Tensor, student: Tensor) -> Tensor:
-    """Return how much two networks' predictions differ.
+    """Return how much two networks' predictions (logits) differ.
 
-    KL is scaled by 0.1, because a decoder that maximises it diverges otherwise.
+    "kl" is 0.1 KL(teacher ‖ student), scaled because a decoder that maximises it diverges
+    otherwise. "mae" is the mean absolute, any other choice the mean squared difference of
+    probabilities.
     """
     if choice == "kl":
         return 0.1 * kl(teacher, student)

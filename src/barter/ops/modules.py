@@ -22,7 +22,8 @@ def restore_module(party: Server | Client, name: Hashable, module: M, state: Sta
 
     Args:
         party: The server or the client.
-        name: The name under which a lane keeps the module for CUDA graphs.
+        name: The name under which a lane keeps the module for CUDA graphs. Without a lane, the new
+            module itself is returned.
         module: A new module of this structure.
         state: What `copy_state` returned in an earlier round; if empty, the new module's state is
             used.
@@ -39,5 +40,5 @@ def copy_state(module: nn.Module) -> State:
 
 
 def stack_field(answers: Mapping[int, Mapping[str, Any]], field: str) -> Tensor:
-    """Stack one tensor of every client's answer (clients, ...)."""
+    """Stack one tensor of every client's answer (clients, ...), in the answers' order."""
     return torch.stack([answer[field] for answer in answers.values()])

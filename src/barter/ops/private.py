@@ -35,6 +35,11 @@ def fit_privately(
 ) -> None:
     """Train the client's model by DP-SGD.
 
+    In each step every image is in the batch with probability rate = batch_size / images, at most 1.
+    The sum of the clipped gradients, plus normal noise of standard deviation clip * noise
+    multiplier, is divided by rate * images, the mean batch size. The whole training is charged to
+    the privacy budget before its first step.
+
     Args:
         client: The client, whose model is trained in place.
         sealed: Its images, with the parameters and the privacy budget of private training.
@@ -46,6 +51,7 @@ def fit_privately(
 
     Raises:
         ConfigError: If the network has batch normalisation, which mixes images.
+        PrivacyError: If the budget does not allow this training.
     """
     data = sealed.open()
     privacy = sealed.training
@@ -88,6 +94,9 @@ def clipped_sum(
     clip: float,
 ) -> list[Tensor]:
     """Return the sum of the images' gradients, each clipped to norm `clip`.
+
+    The norm is that of all parameters' gradients together. Images are augmented. Without chosen
+    images the sum is zero.
 
     Args:
         model: The network.

@@ -37,7 +37,7 @@ class ByClass(TypedDict):
 
 
 def class_means(values: Tensor, labels: Tensor) -> ByClass:
-    """Return the mean row of every class that occurs."""
+    """Return the mean row of every class that occurs, sorted by class."""
     classes = torch.unique(labels)
     members = (labels == classes[:, None]).to(values)
     # A matrix product sums in the same order each time, on a GPU too.
@@ -46,7 +46,7 @@ def class_means(values: Tensor, labels: Tensor) -> ByClass:
 
 
 def concatenate_tables(tables: Iterable[ByClass]) -> ByClass:
-    """Concatenate several tables; a class may then occur more than once."""
+    """Concatenate several tables, at least one; a class may then occur more than once."""
     tables = list(tables)
     return {
         "classes": torch.cat([table["classes"] for table in tables]),
@@ -57,7 +57,9 @@ def concatenate_tables(tables: Iterable[ByClass]) -> ByClass:
 def mean_table(tables: Iterable[ByClass]) -> ByClass:
     """Return the mean vector of every class, over the tables that have one.
 
-    All tables have the same weight. The run's defence replaces the mean.
+    All tables have the same weight. The run's defence on prototypes replaces the mean: "cosine"
+    leaves out whole tables (`select_trusted_tables`) and takes the mean of the others, other rules
+    aggregate the vectors of each class.
     """
     tables = list(tables)
     if robust.active().rule_for("prototypes") == "cosine":
@@ -83,6 +85,11 @@ def select_trusted_tables(
     """Return the clients' tables without those that the run's defence leaves out.
 
     The defence compares all of a client's vectors with those of other clients for the same classes.
+    Without a defence of this kind of aggregate, all tables are returned.
+
+    Args:
+        tables: The table of each client, of which at least one has a class.
+        kind: The kind of aggregate whose rule applies.
     """
     kept = list(tables.values())
     if not robust.active().defends(kind):
@@ -99,12 +106,12 @@ def select_trusted_tables(
 
 
 def features_of(model: Classifier, data: Images) -> Tensor:
-    """Return the features of all images, computed in evaluation mode."""
+    """Return the features of all images; the model is left in evaluation mode."""
     return predict(model.eval().features, data.batch, torch.arange(len(data), device=data.device))
 
 
 def prototypes_of(model: Classifier, data: Images) -> ByClass:
-    """Return the mean features of every class that occurs."""
+    """Return the mean features of every class that occurs; sets evaluation mode."""
     return class_means(features_of(model, data), data.labels)
 
 
@@ -151,5 +158,5 @@ def lookup(
 
 
 def nearest_class(features: Tensor, table: ByClass) -> Tensor:
-    """Return the class of the closest vector, for each row of features."""
+    """Return the class of the closest vector by Euclidean distance, for each row."""
     return table["classes"][torch.cdist(features, table["vectors"]).argmin(1)]

@@ -72,8 +72,10 @@ def norm_names(model: nn.Module) -> set[str]:
 def renew_statistics(model: Classifier, data: Images, batch_size: int) -> None:
     """Recompute the running statistics from these images under the current weights.
 
-    All batches have the same weight. This is HeteroFL's static batch normalisation: training keeps
-    no statistics, one pass afterwards computes them. The model is left in evaluation mode.
+    There are `renew_batches` batches of nearly equal sizes, all with the same weight, in the order
+    of the images and without augmentation; a single image is repeated. This is HeteroFL's static
+    batch normalisation: training keeps no statistics, one pass afterwards computes them. The model
+    is left in evaluation mode.
     """
     batches = renew_batches(len(data), batch_size)
     ends = torch.linspace(0, len(data), batches + 1).round().long().tolist()
@@ -90,7 +92,8 @@ def renew_statistics(model: Classifier, data: Images, batch_size: int) -> None:
 def renew_statistics_from(model: Classifier, batches: Iterable[Tensor]) -> None:
     """Replace batch-norm running statistics by their mean over batches.
 
-    Every batch has the same weight. The model is left in evaluation mode.
+    Every batch has the same weight. Only the normalisation layers are in training mode. The model
+    is left in evaluation mode. Without such layers, no batch is read.
 
     Args:
         model: The model.
@@ -131,7 +134,7 @@ def normalise_by_batch(model: nn.Module) -> Iterator[None]:
 
 
 def renew_batches(n_images: int, batch_size: int) -> int:
-    """Return the number of batches of `renew_statistics` for a number of images."""
+    """Return the number of batches of `renew_statistics`: n_images // batch_size, at least 1."""
     return max(1, n_images // batch_size)
 
 
@@ -141,7 +144,11 @@ def running_means(names: Iterable[str]) -> list[str]:
 
 
 def read_statistics(state: Mapping[str, Tensor]) -> Statistics:
-    """Return the running statistics of a network's state, which must have some."""
+    """Return the running statistics of a network's state, all layers concatenated.
+
+    Raises:
+        RuntimeError: If it has none.
+    """
     means = running_means(state)
     variances = [name.removesuffix(MEAN) + VARIANCE for name in means]
     return {
@@ -151,7 +158,13 @@ def read_statistics(state: Mapping[str, Tensor]) -> Statistics:
 
 
 def replace_statistics(state: Mapping[str, Tensor], statistics: Statistics) -> State:
-    """Return a network's state with these running statistics instead of its own."""
+    """Return a network's state with these running statistics instead of its own.
+
+    Counters of batches keep their values.
+
+    Raises:
+        RuntimeError: If the statistics do not have the total width of the state's layers.
+    """
     replaced = dict(state)
     names = running_means(state)
     widths = [len(state[name]) for name in names]
@@ -229,8 +242,8 @@ def whitening_transform(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
     Args:
         x: The rows.
-        floor: Directions whose variance is less than `floor` times the average are amplified less,
-            because they are mostly noise.
+        floor: A direction of variance v is scaled by 1 / sqrt(v + floor * mean variance), so that
+            those of little variance, mostly noise, are amplified less; 0 whitens exactly.
     """
     rows = x.double()
     mean = rows.mean(0)

@@ -57,8 +57,8 @@ def kept_channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
     Args:
         width: Number of channels of the full layer.
         part: Number of channels to keep.
-        rule: "static" keeps the first, "random" a random subset, "rolling" a window that moves on
-            by one channel each round.
+        rule: "static" keeps the first, "random" a random subset, "rolling" a window that wraps
+            around: it begins at channel 0 in round 1, and one channel lower in each further round.
         t: The round, from 1.
     """
     if rule == "random":
@@ -125,7 +125,7 @@ def _grid(along: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]
 
 
 def extract_submodel(full: Mapping[str, Tensor], where: SubmodelIndices) -> State:
-    """Extract the entries at these indices as a state of their own."""
+    """Return a copy of the entries at these indices as a state of their own."""
     return {
         name: full[name][_grid(along, full[name].device)].clone() for name, along in where.items()
     }
@@ -208,7 +208,10 @@ def _defended(
 
 
 def head_names(model: nn.Module) -> frozenset[str]:
-    """Return the tensor names of the last linear layer, which has one row per class."""
+    """Return the tensor names of the last linear layer, which has one row per class.
+
+    They are empty for a network without linear layers.
+    """
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     return frozenset(f"{name}.{part}" for name in linears[-1:] for part in ("weight", "bias"))
 

@@ -137,7 +137,11 @@ class Teacher(TypedDict):
 
 
 def build_ensemble(server: Server, weights: Mapping[int, State]) -> Ensemble:
-    """Return the frozen ensemble of the models that clients uploaded."""
+    """Return the frozen ensemble of the models that clients uploaded, in evaluation mode.
+
+    Its models are in the order of `weights`. On a lane the next call for the same clients returns
+    the same module with other weights.
+    """
 
     def new() -> Ensemble:
         return Ensemble(server.architectures[k]() for k in weights).to(server.device)
@@ -165,7 +169,7 @@ def generate_from_codes(generator: Decoder, codes: Tensor, spec: Spec) -> Tensor
 
 
 def label_codes(z: Tensor, y: Tensor, classes: int) -> Tensor:
-    """Concatenate noise and one-hot labels to codes."""
+    """Concatenate noise (N, d) and one-hot labels to codes (N, d + classes)."""
     return torch.cat([z, F.one_hot(y, classes).to(z)], 1)
 
 
@@ -207,7 +211,7 @@ def images_for_display(
 
 
 def fidelity(ensemble: Tensor, y: Tensor) -> Tensor:
-    """Return L_fid: cross entropy of the ensemble's logits with the labels."""
+    """Return L_fid: mean cross entropy of the ensemble's logits with the labels."""
     return F.cross_entropy(ensemble, y)
 
 
@@ -228,6 +232,10 @@ def fidelity_by_label(logits: Tensor, y: Tensor, weights: Tensor) -> Tensor:
 
 def diversity(x: Tensor, h: Tensor, y: Tensor | None = None, *, norm: int = 2) -> Tensor:
     """Return L_div, which falls as images of different inputs differ more.
+
+    It is exp(-m), where m is the mean over all pairs of image distance times input distance, each
+    image with itself included. With labels it is the mean over pairs of different images of one
+    class, and the loss is 1 if there are none.
 
     The distances are mean squares, not norms: with the norms of the papers' equations the
     exponential underflows.
@@ -267,7 +275,7 @@ def spectrum(x: Tensor) -> Tensor:
 
 
 def merge_spectra(spectra: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Return the spectrum of all images from those of several parties.
+    """Return the spectrum of all images, exactly, from those of several parties.
 
     Args:
         spectra: Each party's spectrum.
@@ -429,15 +437,17 @@ def train_alternately(
 ) -> None:
     """Train a generator and a student alternately.
 
-    The student is frozen while the generator is trained. The mean losses and the numbers of steps
-    are reported.
+    The student is frozen and in evaluation mode while the generator is trained. The mean losses and
+    the numbers of steps are reported as generator_loss, generator_steps, global_loss and
+    global_steps.
 
     Args:
         server: The server, which reports progress and losses.
         generator: The generator, trained first in each turn.
         student: The student.
-        turns: Number of turns.
-        training: Have the student normalise by its batch while it is trained.
+        turns: Number of turns, at least 1; each player must have steps.
+        training: Have the student normalise by its batch while it is trained; otherwise it stays in
+            evaluation mode.
         lasting: Keep the optimizers' state over all turns; otherwise each turn starts with new
             ones.
     """

@@ -77,7 +77,9 @@ Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]  # images -> predictio
 def public_entry(
     round_number: int, sizes: Mapping[int, int], public: Images, device: torch.device
 ) -> Entry:
-    """Return an entry of public images, sampled for each client.
+    """Return an entry of public images, sampled for each client with repetition.
+
+    Its codes are indices of public images, and its decoder is empty.
 
     Args:
         round_number: The round.
@@ -126,6 +128,9 @@ def entry_images(
     entry: Entry, owner: int, codes: Tensor, spec: Spec, public: Images | None = None
 ) -> Tensor:
     """Return the transfer images of some of a client's codes.
+
+    Codes of four axes are images already. Codes of one axis are indices: of samples where the entry
+    has Gaussians, otherwise of public images. All others are decoded by the entry's decoder.
 
     Args:
         entry: The round's entry.
@@ -181,14 +186,20 @@ def to_single(state: State) -> State:
 
 
 def newest_entries(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
-    """Return the last entries, one per round, at most `limit` of them."""
+    """Return the last entries, one per round, at most `limit` of them; None for all.
+
+    Of several entries of a round the last counts, in the place of the first.
+    """
     by_round = {entry["round"]: entry for entry in entries}
     unique = list(by_round.values())
     return unique if limit is None else unique[max(0, len(unique) - limit) :]
 
 
 def sample_review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]:
-    """Sample `size` of a client's images of all entries; all of them if there are fewer."""
+    """Sample `size` of a client's images of all entries; all of them if there are fewer.
+
+    Sampled without repetition. There is one page for each entry that has a sampled image.
+    """
     own = [entry for entry in entries if owner in entry["codes"]]
     codes = [entry["codes"][owner] for entry in own]
     chosen = torch.randperm(sum(map(len, codes)))[:size].sort().values
@@ -254,10 +265,12 @@ def prepare_lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -
 def check_lesson(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson:
     """Check that a lesson is about images that its teacher has, and return it.
 
-    It must cover all images of the newest entry, and may cover some of earlier ones.
+    It must cover all images of the newest entry, and may cover some of earlier ones. Targets
+    without an index cover all images of their round.
 
     Raises:
-        PayloadError: If it names a round or an image that does not exist, or lacks new images.
+        PayloadError: If it names a round twice, a round or an image that does not exist, or lacks
+            the newest round.
     """
     n_images = {entry["round"]: len(entry["codes"].get(owner, ())) for entry in entries}
     rounds = [targets["round"] for targets in lesson]

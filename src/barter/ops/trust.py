@@ -67,7 +67,8 @@ def class_summaries(
 def trusted_sets(server: Server, lots: Mapping[int, Lot]) -> list[int]:
     """Return the clients whose condensed images resemble those of others for the same classes.
 
-    A set is judged by the mean features of its classes in the server's model.
+    A set is judged by the mean features of its classes in the server's model, by `Defence.keep`.
+    Without a defence on sets, all clients are returned and no features are computed.
     """
     clients = list(lots)
     if not robust.active().defends("sets"):
@@ -80,7 +81,7 @@ def trusted_sets(server: Server, lots: Mapping[int, Lot]) -> list[int]:
 def consistent_clients(scores: Mapping[int, float]) -> list[int]:
     """Return the clients whose score is at least half of the median score.
 
-    Without a defence, and of fewer than three clients, all are returned.
+    Without a defence on sets, and of fewer than three clients, all are returned.
     """
     if not robust.active().defends("sets") or len(scores) < 3:
         return list(scores)
@@ -96,8 +97,9 @@ def clients_with_consistent_labels(
 ) -> list[int]:
     """Return the clients whose network classifies the embeddings they uploaded as they label them.
 
-    The number of the others is added to the server's report as `left_out`. Without a defence, all
-    clients are returned.
+    The score is the share of full images whose predicted class is the label; `consistent_clients`
+    decides. The number of the others is added to the server's report as `left_out`. Without a
+    defence on sets, all clients are returned and nothing is reported.
 
     Args:
         server: The server, which has copies of the clients' networks.
@@ -129,12 +131,13 @@ def confirmed_teachers(
 ) -> list[int]:
     """Return the teachers whose logits agree with the networks that clients uploaded.
 
-    The number of the others is added to the server's report as `left_out`. Without a defence, all
-    teachers are returned.
+    The number of the others is added to the server's report as `left_out`. Without a defence on
+    sets, all teachers are returned and nothing is reported; with one, there must be at least two.
 
     The score of a teacher on its own images is the product of two agreements: the probability that
     the other clients' networks together give to the classes it predicts, less half of what guessing
-    would give, and the overlap of its predictions with those of the network it uploaded itself.
+    would give (0.5 / classes), and the overlap of its predictions with those of the network it
+    uploaded itself, the mean over images of sum_c min(p_c, q_c). `consistent_clients` decides.
 
     Args:
         server: The server, which has copies of the clients' networks.

@@ -32,7 +32,8 @@ def parts_per_side(parts: int, spec: Spec) -> int:
     """Return the number of parts along each side of an image.
 
     Args:
-        parts: Wanted number of parts; fewer if a part would be smaller than `MIN_PART_SIDE` pixels.
+        parts: Wanted number of parts along each side; fewer if a part would be smaller than
+            `MIN_PART_SIDE` pixels of a decoded image.
         spec: Format of the images.
 
     Returns:
@@ -48,14 +49,26 @@ def count_views(parts: int) -> int:
 
 
 def parts_of_views(views: int) -> int:
-    """Return the number of parts along each side, the inverse of `count_views`."""
+    """Return the number of parts along each side, the inverse of `count_views`.
+
+    One view, the full image, has 0 parts.
+    """
     return math.isqrt(views - 1)
 
 
 def choose_views(images: int, parts: int, device: torch.device) -> Tensor:
     """Choose a view for each of some images.
 
-    Every `parts`-th image is seen in full, and the others show all parts equally often.
+    Images 0, parts, 2 * parts, ... are seen in full (view 0); the others show the parts 1 to
+    parts^2 in turn. With `parts` of 0 all are seen in full. Nothing is random.
+
+    Args:
+        images: Number of images.
+        parts: Number of parts along each side.
+        device: Device of the result.
+
+    Returns:
+        The view of each image (images,).
     """
     position = torch.arange(images, device=device)
     if not parts:
@@ -75,7 +88,8 @@ def extract_views(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tens
     Args:
         images: The images.
         views: The view of each image: 0 is the full image, then parts row by row.
-        parts: Number of parts along each side; 0 for full images only.
+        parts: Number of parts along each side, at least 2; 0 for full images only. A part's side is
+            1.25 / parts of the image's, so that neighbours overlap.
         spec: Format of the networks' inputs.
     """
     if not parts:
