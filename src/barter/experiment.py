@@ -358,7 +358,10 @@ class Experiment:
         )
 
     def _require_budget(self) -> None:
-        """Raise PrivacyError if too few clients have budget for another round."""
+        """Raise PrivacyError if too few clients have budget for another round.
+
+        `min_clients` must have it, by default all clients of the run (see `exhausted_clients`).
+        """
         plan = Plan(self.config.privacy, self.algorithm)
         client_ids = self.engine.client_ids
         released = {k: plan.count_releases(seen) for k, seen in self.engine.crossed.items()}
@@ -378,7 +381,13 @@ class Experiment:
         )
 
     def _run(self, t: int) -> Round:
-        """Run round t, record it, and write its checkpoint."""
+        """Run round t, record it, and write its checkpoint.
+
+        Round 1 is preceded by the algorithm's `setup`. Without a folder nothing is written.
+
+        Raises:
+            StateError: The round left NaN or infinity in the server's state. It is not recorded.
+        """
         start = time.perf_counter()
         all_clients = Clients(self.engine, self.engine.client_ids)
         self.engine.participants.clear()
@@ -426,7 +435,10 @@ class Experiment:
         raise StateError(message)
 
     def _with_warnings(self, record: Round) -> Round:
-        """Return the record, with a warning if the primary model has collapsed."""
+        """Return the record, with a warning if the primary model collapsed in this round.
+
+        The warning names the answer that stands out, if any, and the way back to an earlier round.
+        """
         warning = self.accuracy_watch.add(record)
         if not warning:
             return record
@@ -458,8 +470,9 @@ class Experiment:
     def _way_back(self, errors: Sequence[str]) -> str:
         """Return how to go back if several clients' answers are extreme; or nothing.
 
-        One client's malformed answer is its own. If others' are extreme too, an earlier round has
-        probably spoilt what all clients start from.
+        One client's malformed answer is its own. If others' are extreme too, at least two in all,
+        an earlier round has probably spoilt what all clients start from. Extreme are errors about
+        NaN, infinity or a range of values.
         """
         extreme = [text for text in errors if "NaN or infinity" in text or "of its values" in text]
         return self._earlier_round("; ", self.round) if len(extreme) > 1 else ""
@@ -467,7 +480,12 @@ class Experiment:
     def _save(self, folder: RunFolder, former_best: int | None) -> None:
         """Write the finished round's checkpoint; delete those not to be kept.
 
-        `keep_rounds` and `keep` decide.
+        Kept are the last `keep_rounds` rounds, the last round before a collapse of accuracy, and
+        with `keep` "best" the best one on validation.
+
+        Args:
+            folder: The run's folder.
+            former_best: The best round before this one; it stays until the new file is on disk.
         """
         keep = set(range(self.round - self.config.keep_rounds + 1, self.round))
         # However many rounds follow a collapse, or are not evaluated: there is a way back.
@@ -599,7 +617,12 @@ class Experiment:
         return with_defaults({"privacy": privacy, **tree})
 
     def _recall_stop(self, folder: RunFolder, ignore_stop: bool) -> None:
-        """Restore the early stop of a resumed run, or ignore it and continue."""
+        """Restore the early stop of a resumed run, or ignore it and continue.
+
+        A stop after the round that the run goes on from, or that `patience` no longer asks for, is
+        deleted. One that `patience` asks for is recorded and sets `stopped`, unless `ignore_stop`
+        overrules a recorded one; patience then counts again from that round on.
+        """
         for record in folder.records():
             self.selection.add(record)
             self.accuracy_watch.add(record)
@@ -622,7 +645,15 @@ class Experiment:
     def _read_checkpoint(
         self, path: Path, after_round: Which
     ) -> tuple[int, Payload, dict[str, str]] | None:
-        """Read the checkpoint to continue from; None if no round is finished."""
+        """Read the checkpoint to continue from; None if no round is finished.
+
+        Returns:
+            The round, the state and the notes of the checkpoint.
+
+        Raises:
+            CheckpointError: If it is damaged, or the wanted round is not kept. Where an earlier
+                round is kept, the message says how to go back to it.
+        """
         if after_round != "last":
             return checkpoint_of(path, after_round)
         try:
@@ -635,7 +666,13 @@ class Experiment:
             raise CheckpointError(f"{error}; {back}") from error
 
     def _open(self, path: Path, resume: bool, after_round: Which) -> RunFolder:
-        """Create the run's folder, or open it and restore its checkpoint."""
+        """Create the run's folder, or with `resume` open it and restore its checkpoint.
+
+        Consent to the code that the configuration names is recorded in either case.
+
+        Raises:
+            CheckpointError: If a new folder is not empty, or a run cannot be resumed.
+        """
         code = code_names(to_plain(self.config))
         if not resume:
             return RunFolder.create(path, to_toml(self.config), lambda: note_consent(path, code))
@@ -690,7 +727,12 @@ class Experiment:
         folder.change(changes)
 
     def _restore(self, state: Payload, records: Sequence[Round]) -> None:
-        """Restore all parties and the account of what was released."""
+        """Restore all parties and the account of what was released.
+
+        Args:
+            state: What `_state` returned. Counts of releases that it lacks, as older ones do, stay.
+            records: All recorded rounds; the largest ε that a client reported in any counts.
+        """
         self.server.recall(state["server"])
         self.engine.recall(state["clients"])
         for k, seen in state.get("crossed", {}).items():

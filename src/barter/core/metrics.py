@@ -72,9 +72,10 @@ class Evaluation:
         return client in {sorted(ids)[i] for i in order.tolist()}
 
     def runs(self, test: str) -> bool:
-        """Return whether a test set is used: "global" and "local" only if `tests` lists them.
+        """Return whether a test set is used.
 
-        All others, such as validation sets, are always used.
+        "global" and "local" are used if `tests` lists them, all others, such as validation sets,
+        always.
         """
         return test not in ("global", "local") or test in self.tests
 

@@ -259,7 +259,7 @@ def _size(found: Magnitude) -> _Size:
 
 
 def _joint_size(group: Iterable[Magnitude]) -> _Size:
-    """Return the size of several tensors together: the largest peak, the rms of all entries."""
+    """Return the largest peak of several tensors, and the rms of all their entries."""
     found = list(group)
     count = sum(one.shape.numel() for one in found)
     squares = sum(one.norm**2 for one in found)
@@ -267,7 +267,7 @@ def _joint_size(group: Iterable[Magnitude]) -> _Size:
 
 
 def _joint(sizes: Initial, names: Sequence[tuple[str, torch.Size]]) -> _Size:
-    """Return the size of those tensors together whose own sizes are known; zero without any."""
+    """Return the joint size of those tensors whose sizes are known; zero without any."""
     known = [(sizes[name], shape.numel()) for name, shape in names if name in sizes]
     if not known:
         return _Size()

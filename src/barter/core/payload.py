@@ -103,7 +103,7 @@ def map_leaves(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Pay
 
 
 def _require_text(text: str, path: str) -> None:
-    """Raise PayloadError unless a string is valid UTF-8, which a lone surrogate is not."""
+    """Raise PayloadError if a string is not valid UTF-8, such as a lone surrogate."""
     if text.isascii():
         return
     try:
@@ -113,7 +113,9 @@ def _require_text(text: str, path: str) -> None:
 
 
 def leaves(tree: Payload, path: str = "payload") -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of every leaf: of a dict's key k as PATH.k, of a list PATH[i].
+    """Yield the path and the value of every leaf.
+
+    The value of a dict's key k is at PATH.k, the i-th item of a list or tuple at PATH[i].
 
     Raises:
         PayloadError: If the tree is not a payload, before anything is yielded.

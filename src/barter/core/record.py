@@ -78,7 +78,7 @@ class Round:
         return sum(values.values()) / len(values) if values else None
 
     def traffic(self, direction: str) -> int:
-        """Return the total bytes in a direction, "up" or "down"; evaluation does not count."""
+        """Return the total bytes "up" or "down"; evaluation does not count."""
         return sum(count[direction] for count in self.bytes.values())
 
     def scalars(self) -> dict[str, float]:

@@ -589,7 +589,7 @@ def active() -> Defence:
 
 @contextmanager
 def using(defence: Defence) -> Iterator[None]:
-    """Aggregate by this defence inside the block; the former one applies again after it."""
+    """Aggregate by this defence inside the block, by the former one after it."""
     global _active
     before = _active
     _active = defence

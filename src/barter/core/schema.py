@@ -245,7 +245,7 @@ def _compile_once(kind: type, method: str) -> MethodSchema:
 
 
 def compile_hint(hint: Any) -> Schema:
-    """Compile a type hint, with the annotations of `Annotated` and `NotRequired`, to a schema.
+    """Compile a type hint to a schema, with the annotations of `Annotated`.
 
     Types that no rule covers get an `OtherSchema`. Of several annotations of a kind, the first
     counts; of `Named`, all do.
@@ -412,7 +412,7 @@ def _size_names(schema: Schema) -> Iterator[str]:
 
 
 def _defined_names(schema: Schema) -> Iterator[str]:
-    """Yield the names that a schema's own annotations give to sizes (`Named`, `Within`)."""
+    """Yield the names that a schema's own `Named` and `Within` give to sizes."""
     yield from (named.name for named in schema.names)
     if isinstance(schema, NumberSchema) and schema.within is not None and schema.within.name:
         yield schema.within.name

@@ -246,7 +246,7 @@ def _ready_pipes(workers: Mapping[int, Worker], timeout: float | None) -> list[i
 
 
 def _death_reason(worker: Worker, status: int, timeout: float | None) -> str:
-    """Return why a process ended before its job was done: timeout, signal or exit code."""
+    """Return why a process ended before its job: the timeout, a signal, an exit code."""
     if worker.late:
         return f"it was not done within {timeout:g} s, the run's timeout"
     code = os.waitstatus_to_exitcode(status)

@@ -19,7 +19,7 @@ TRIM = 5  # The trimmed mean drops one in TRIM clients at each end.
 
 
 def is_statistic(name: str) -> bool:
-    """Return whether a state's tensor, by its name, is a batch-norm statistic or counter."""
+    """Return whether a tensor's name is that of a batch-norm statistic or counter."""
     return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
 
 

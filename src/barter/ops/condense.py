@@ -103,7 +103,10 @@ def pack_lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> L
 
 
 def concatenate_lots(lots: Iterable[Lot]) -> tuple[Tensor, Tensor]:
-    """Return the condensed images (bytes) of all clients and their labels; at least one lot."""
+    """Return the condensed images of all lots (bytes), and their labels.
+
+    There must be at least one lot.
+    """
     images = []
     labels = []
     for lot in lots:

@@ -20,7 +20,7 @@ __all__ = ["docking_loss", "unify"]
 
 
 def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """Return one client's term of DFFKE's Eq. 11: cross entropy of head(z_k(embeddings))."""
+    """Return one client's term of DFFKE's Eq. 11, the cross entropy of head(z_k(e))."""
     return F.cross_entropy(head(z_k(embeddings)), labels)
 
 

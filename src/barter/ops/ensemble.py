@@ -157,7 +157,7 @@ def reduce_entropy(p: Tensor, temperature: float) -> Tensor:
 
 
 def soft_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross entropy of logits with probabilities (N, classes) as the target."""
+    """Return the mean cross entropy of logits with target probabilities (N, classes)."""
     return F.cross_entropy(logits, target)
 
 

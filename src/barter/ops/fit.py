@@ -344,7 +344,9 @@ class Subject:
 
 
 def join_subjects(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
-    """Combine several subjects into one course; batches hold size // subjects rows of each.
+    """Combine several subjects into one course; batches hold equal parts of each.
+
+    A part has size // number of subjects rows.
 
     Batch normalisation then uses statistics of all subjects together. Subjects that alternate would
     each be normalised by their own statistics in training, and by those of none in evaluation.

@@ -134,7 +134,7 @@ def normalise_by_batch(model: nn.Module) -> Iterator[None]:
 
 
 def renew_batches(n_images: int, batch_size: int) -> int:
-    """Return the number of batches of `renew_statistics`: n_images // batch_size, at least 1."""
+    """Return the batches of `renew_statistics`: n_images // batch_size, at least 1."""
     return max(1, n_images // batch_size)
 
 

@@ -137,10 +137,10 @@ class Teacher(TypedDict):
 
 
 def build_ensemble(server: Server, weights: Mapping[int, State]) -> Ensemble:
-    """Return the frozen ensemble of the models that clients uploaded, in evaluation mode.
+    """Return the frozen ensemble of the models that clients uploaded.
 
-    Its models are in the order of `weights`. On a lane the next call for the same clients returns
-    the same module with other weights.
+    Its models are in the order of `weights`, in evaluation mode. On a lane the next call for the
+    same clients returns the same module with other weights.
     """
 
     def new() -> Ensemble:

@@ -28,7 +28,11 @@ def write_checkpoint(target: Path, state: Payload, notes: Mapping[str, str]) -> 
     Args:
         target: The file.
         state: The payload tree.
-        notes: Strings to store in the file's metadata.
+        notes: Strings to store in the file's metadata; "header", "alias" and "checksum" are taken.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+        PayloadError: The state is not a payload.
     """
     tensors, header = pack(state)
     unique: dict[tuple[object, ...], str] = {}
@@ -52,10 +56,10 @@ def write_checkpoint(target: Path, state: Payload, notes: Mapping[str, str]) -> 
 
 
 def read_checkpoint(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
-    """Read a checkpoint; return its state and its notes.
+    """Read a checkpoint; return its state, on a device, and its notes.
 
     Raises:
-        CheckpointError: The file is damaged.
+        CheckpointError: The file is missing, or its contents do not match its checksum.
     """
     try:
         with safe_open(path, "pt") as file:

@@ -26,10 +26,13 @@ class AccuracyWatch:
         self.collapsed = False
 
     def add(self, record: Round) -> str:
-        """Take a finished round into account.
+        """Take a finished round into account; one without a headline accuracy is ignored.
+
+        With progress (accuracy - chance) / (1 - chance), accuracy has collapsed if the highest
+        earlier progress was at least `FAR_ABOVE` and now it is at most `AT_CHANCE`.
 
         Returns:
-            A warning if the accuracy has collapsed in this round, otherwise an empty string.
+            A warning in the first round of a collapse, otherwise an empty string.
         """
         accuracy = record.headline()
         if accuracy is None:

@@ -95,7 +95,8 @@ class RunFolder:
             prepare: Called before the configuration is written.
 
         Raises:
-            CheckpointError: The folder exists and is not empty, or cannot be written.
+            CheckpointError: The folder exists and is not empty (`never_began`), is in use, or cannot
+                be written.
         """
         if path.exists() and not never_began(path):
             raise CheckpointError(
@@ -116,7 +117,11 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        """Open the folder of a run that was begun."""
+        """Open and lock the folder of a run that was begun.
+
+        Raises:
+            CheckpointError: It is not the folder of a run, or another process uses it.
+        """
         return cls(require_run(path))
 
     @property
@@ -128,7 +133,7 @@ class RunFolder:
         return self.path / METRICS_FILE
 
     def change(self, values: Mapping[str, int | str]) -> None:
-        """Change values of the run's configuration."""
+        """Change top-level values of the run's configuration; the file keeps no comments."""
         config = tomllib.loads(self.config.read_text())
         if config != {**config, **values}:
             replace_text(self.config, tomli_w.dumps({**config, **values}))
@@ -150,9 +155,10 @@ class RunFolder:
         self._lock.close()
 
     def discard(self) -> None:
-        """Remove the folder of a run that never began, if this process created it.
+        """Release and remove the folder of a run that never began, if this object created it.
 
-        A folder with other files in it stays.
+        A folder with other files in it, such as records or checkpoints, stays as it is. One that
+        existed before the run is emptied and stays.
         """
         self.release()
         found = {child.name for child in self.path.iterdir()} if self.path.is_dir() else set()
@@ -166,14 +172,18 @@ class RunFolder:
                 self.path.rmdir()
 
     def append(self, record: Round) -> None:
-        """Append a record to metrics.jsonl; it is on disk when this returns."""
+        """Append a record to metrics.jsonl; it is on disk when this returns.
+
+        Raises:
+            CheckpointError: The file cannot be written.
+        """
         with convert_disk_errors(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(record.to_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def records(self) -> list[Round]:
-        """Return the recorded rounds."""
+        """Return the recorded rounds, see `read_records`."""
         return read_records(self.path)
 
     def save(
@@ -204,13 +214,16 @@ class RunFolder:
         self._clear(but=wanted)
 
     def _clear(self, but: Collection[Path]) -> None:
-        """Delete all checkpoints but these."""
+        """Delete all files in the folder of checkpoints but these, temporary ones too."""
         for path in self.checkpoints.iterdir():
             if path not in but:
                 path.unlink()
 
     def go_on_after(self, round: int) -> None:
-        """Drop later rounds' checkpoints and records; warn of missing earlier ones."""
+        """Drop later rounds' checkpoints and records; warn of missing earlier ones.
+
+        If records are missing, a copy of the damaged file is kept beside it.
+        """
         self._clear(but=[path for path in _checkpoints(self.path) if _round(path) <= round])
         kept = [record for record in self.records() if record.round <= round]
         known = {record.round for record in kept}
@@ -254,6 +267,7 @@ def read_records(run: Path) -> list[Round]:
     """Return the recorded rounds of a run.
 
     Incomplete and damaged lines are skipped. Of several lines of one round, the last one counts.
+    Without a file, there are none.
     """
     metrics = run / METRICS_FILE
     found: dict[int, Round] = {}
@@ -268,7 +282,10 @@ def read_records(run: Path) -> list[Round]:
 
 
 def never_began(path: Path) -> bool:
-    """Return whether a folder holds only files of a run killed before it began."""
+    """Return whether a folder holds only files of a run killed before it began.
+
+    An empty folder does too; a file or a missing folder does not.
+    """
     return path.is_dir() and not {child.name for child in path.iterdir()} - UNBORN
 
 
@@ -282,13 +299,17 @@ def count_rounds(run: Path) -> int:
 
 
 def early_stop(run: Path) -> Stop | None:
-    """Return the early stop of a run, also an overruled one; None if there was none."""
+    """Return the early stop of a run, also an overruled one; None if there was none.
+
+    Raises:
+        CheckpointError: Its file is damaged.
+    """
     file = run / STOPPED
     return parse_file(file, Stop.from_json) if file.exists() else None
 
 
 def has_ended(run: Path, rounds: int) -> bool:
-    """Return whether a run has this number of rounds or stopped early."""
+    """Return whether a run has at least this number of rounds, or stopped early."""
     return count_rounds(run) >= rounds or has_stopped_early(run)
 
 
@@ -299,7 +320,7 @@ def has_stopped_early(run: Path) -> bool:
 
 
 def checkpoint_rounds(run: Path) -> list[int]:
-    """Return the rounds whose checkpoints a run's folder holds."""
+    """Return the rounds whose checkpoints a run's folder holds, in ascending order."""
     return [_round(path) for path in _checkpoints(run)]
 
 
@@ -311,7 +332,7 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
         which: A round, "last", or "best" for the one with the highest validation accuracy.
 
     Raises:
-        CheckpointError: If that round is not kept, or no round is the best.
+        CheckpointError: If that round is not kept, no round is the best, or the file is damaged.
     """
     kept = checkpoint_rounds(run)
     if not kept:
@@ -402,7 +423,8 @@ def read_finished_round(run: Path, which: Which = "last") -> tuple[int, Payload]
     """Read a finished round of a run; return its number and its state.
 
     Raises:
-        CheckpointError: It is not the folder of a run, or that round is not kept.
+        CheckpointError: It is not the folder of a run, or that round is not kept, is damaged, or
+            lacks the server or the clients.
     """
     round, state, _ = checkpoint_of(require_run(run), which)
     if not {"server", "clients"} <= state.keys():
@@ -426,7 +448,7 @@ def _round(checkpoint: Path) -> int:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of a run in the order of rounds."""
+    """Return the checkpoints of a run in the order of rounds; none without the folder."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []

@@ -78,7 +78,7 @@ def draw_bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
         path: A file that ends in .png, .pdf or .svg.
 
     Raises:
-        ConfigError: The file cannot be written.
+        ConfigError: The file has another ending or cannot be written.
     """
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"{path} cannot be written: give it the ending .png, .pdf or .svg")
@@ -267,7 +267,11 @@ Curve: TypeAlias = Sequence[tuple[int, float | None]]  # (round, accuracy)
 
 
 def mean_and_deviation(curves: Iterable[Curve]) -> tuple[list[int], list[float], list[float]]:
-    """Return the rounds, and mean and standard deviation over curves in each."""
+    """Return the rounds, and mean and standard deviation over curves in each.
+
+    Rounds without a value in any curve are left out. The deviation is that of a sample (n - 1), and
+    0 for a single value.
+    """
     values: dict[int, list[float]] = {}
     for t, value in chain.from_iterable(curves):
         if value is not None:

@@ -39,7 +39,7 @@ BAR = 30  # width of a notebook's bar in characters
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes with a unit, such as `1.2 MB`."""
+    """Format a number of bytes with a unit of 1000s up to GB: `12 B`, `3 kB`, `1.2 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             break
@@ -53,7 +53,10 @@ def pluralise(number: int, thing: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a time, such as `3 min 05 s`; below ten seconds with one decimal."""
+    """Format a time, such as `3 min 05 s` or `1 h 02 min`.
+
+    Below ten seconds there is one decimal (none for `3 s`), and below 0.1 s it is "under 0.1 s".
+    """
     if seconds < 0.1:
         return "under 0.1 s"
     if seconds < 9.95:
@@ -105,7 +108,10 @@ class Watcher(Monitor):
         self.round = record.round + 1
 
     def remaining_time(self, record: Round) -> str:
-        """Estimate the time of the remaining rounds, as text; empty after the last one."""
+        """Estimate the time of the remaining rounds, as text; empty after the last one.
+
+        Rounds are assumed to take as long as those since `begin` did on average.
+        """
         if record.round >= self.rounds:
             return ""
         each = (time.monotonic() - self._started) / (record.round - self._begun)
@@ -185,7 +191,10 @@ class Onlooker(Watcher):
             self.cell = display({"text/plain": ""}, raw=True, display_id=True)
 
     def over(self, engine: HasMonitor, step: Callable[[], Round]) -> Round:
-        """Run a step of an engine while watching it; return the step's record."""
+        """Run a step of an engine while watching it; show and return the step's record.
+
+        The engine's former monitor is set again, also if the step raises.
+        """
         before = engine.watched
         engine.watched = self
         try:

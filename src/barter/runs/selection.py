@@ -79,7 +79,10 @@ class Selection:
         self.measured: list[int] = []  # rounds that recorded a validation accuracy
 
     def add(self, record: Round) -> None:
-        """Update the best round with a finished round's validation accuracy."""
+        """Update the best round with a finished round's validation accuracy, if it has one.
+
+        A round as good as the best one does not replace it.
+        """
         value = validation_accuracy(record)
         if value is None:
             return
@@ -99,7 +102,8 @@ class Selection:
     def stop(self) -> Stop | None:
         """Return the early stop that is due now, or None if the run continues.
 
-        Only rounds that recorded a validation accuracy use up patience.
+        It is due if at least `patience` rounds recorded a validation accuracy since the best round,
+        or since the round of an ignored stop if that is later. Other rounds do not count.
         """
         if self.patience is None or self.best is None:
             return None

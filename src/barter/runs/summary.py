@@ -84,7 +84,9 @@ def metric_value(record: Round, metric: str) -> float | None:
     Args:
         record: The round.
         metric: A name of `METRICS`; any other name is the mean over the clients that report it, and
-            server:NAME is what the server reports.
+            server:NAME is what the server reports. Of the clients, names that begin with "worst"
+            take the minimum, "spread" the standard deviation of the population, "own-by-images" the
+            mean of local accuracies weighted by the number of local test images.
     """
     if metric == "primary":
         return record.headline()
@@ -107,7 +109,7 @@ def metric_value(record: Round, metric: str) -> float | None:
 
 
 def heading(metric: str) -> str:
-    """Return a metric's name in tables and figures."""
+    """Return a metric's title in tables and figures; its name if it has none."""
     return METRICS.get(metric, metric)
 
 
@@ -130,9 +132,9 @@ def known_metrics(results: Results) -> list[str]:
 
 
 def final_value(rounds: Sequence[Round], metric: str) -> float | None:
-    """Return a metric after the last round.
+    """Return a metric after the last round; None if it was not measured then.
 
-    Metrics of local training are taken from the last round that had any.
+    Metrics of local training ("trained...") are taken from the last round that had any.
     """
     if not metric.startswith("trained"):
         return metric_value(rounds[-1], metric) if rounds else None
@@ -224,7 +226,9 @@ def summarise(results: Results, question: Question) -> Comparative:
 
     Args:
         results: Method -> seed -> rounds.
-        question: Metric, baseline and target. Differences to the baseline are taken seed by seed.
+        question: Metric, baseline and target. Differences to the baseline are taken seed by seed,
+            for seeds that both have. The target is reached in the first round whose metric is at
+            least that; seeds that never reach it are left out of the column.
     """
     metric = question.metric
     baseline = question.baseline
@@ -289,7 +293,10 @@ def _rounds(column: Column) -> str:
 
 
 def _difference(summary: Summary, metric: str) -> str:
-    """Format the mean difference to the baseline, with its confidence interval."""
+    """Format the mean difference to the baseline, with its confidence interval.
+
+    It is "-" without a difference, and without interval for fewer than `MIN_SEEDS` seeds.
+    """
     column = summary.difference
     if column.mean is None:
         return "-"
@@ -366,7 +373,10 @@ def summary_cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str
 
 
 def _best(metric: str, means: Iterable[float | None]) -> float:
-    """Return the best mean: the lowest of a loss, the highest of an accuracy."""
+    """Return the best mean: the lowest of a loss, the highest of an accuracy.
+
+    At least one mean must be known.
+    """
     known = [mean for mean in means if mean is not None]
     return min(known) if metric.endswith(_LOWER) else max(known)
 

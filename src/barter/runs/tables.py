@@ -74,7 +74,10 @@ def accuracy_gain(records: Sequence[Round], test: str) -> Gain:
 
 
 def last_accuracies(records: Sequence[Round], test: str) -> dict[int, float]:
-    """Return the accuracy of each client when it was last evaluated."""
+    """Return the accuracy of each client when it was last evaluated.
+
+    Clients that never were are left out.
+    """
     return {k: value for record in records for k, value in record.values(test).items()}
 
 

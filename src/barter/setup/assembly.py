@@ -58,7 +58,10 @@ class Federation:
     tests_by_labels: bool = False
 
     def fingerprint(self) -> str:
-        """Return a fingerprint of the data in this process."""
+        """Return hashes of each client's, the test and the validation images here.
+
+        They are separated by spaces. Images at Flower sites are not included.
+        """
         clients = self.engine.clients.values() if isinstance(self.engine, LocalEngine) else ()
         sets = [*(client.data for client in clients), self.test, self.validation]
         return " ".join(images.fingerprint() for images in sets if images is not None)
@@ -69,7 +72,9 @@ def resolve_partition(
 ) -> tuple[Partition, int]:
     """Return partition and number of clients, from the arguments and the data.
 
-    Data with several domains, data that are split already, and lists of indices determine both.
+    Without a partition, data of several domains, or split already, are divided by domain, with as
+    many clients as domains; all other data by `Dirichlet`. Lists of indices have as many clients as
+    lists. Everywhere else the default is 5 clients. A given number of clients always counts.
 
     Args:
         data: The run's data.
@@ -175,8 +180,11 @@ def assemble(
 def start_from(run: Path, federation: Federation) -> None:
     """Initialise every client and the server with the final weights of another run.
 
+    Only weights are taken over, no other memory. The clients must be in this process.
+
     Raises:
         ConfigError: A client or the server has no network in that run, or another architecture.
+        CheckpointError: `run` is not the folder of a run with a finished round.
     """
     assert isinstance(federation.engine, LocalEngine)
     _, state = read_finished_round(run)

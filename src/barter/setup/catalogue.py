@@ -29,12 +29,16 @@ CHOICES = {
 
 
 def _source(*parts: str) -> ast.Module:
-    """Parse a module of this package."""
+    """Parse a module of this package, such as ("core", "metrics"), without importing it."""
     return ast.parse(PACKAGE.joinpath(*parts).with_suffix(".py").read_text())
 
 
 def _registry(tree: ast.Module, name: str) -> dict[str, ast.expr]:
-    """Return the entries of a module-level dict literal with an annotation."""
+    """Return the entries of a module-level dict literal with an annotation.
+
+    Raises:
+        LookupError: If the module has none of this name.
+    """
     for node in tree.body:
         if (
             isinstance(node, ast.AnnAssign)
@@ -113,7 +117,10 @@ def _text(kind: ast.ClassDef, name: str) -> str:
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Return every configuration key of any algorithm and partition."""
+    """Return every configuration key of any algorithm and partition.
+
+    Keys of tables are TABLE.KEY. They are read from source, so that nothing is imported.
+    """
     algorithms = [ast.parse(file.read_text()) for file in PACKAGE.glob("algorithms/*.py")]
     kinds = {
         "": [_class(_source("setup", "config"), "Config")],
@@ -150,7 +157,7 @@ def _dataclasses(tree: ast.Module) -> list[ast.ClassDef]:
 
 
 def _fields(kind: ast.ClassDef) -> list[str]:
-    """Return the names of a dataclass's fields."""
+    """Return the names of a dataclass's own fields; ClassVar and inherited ones are none."""
     annotated = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
     return [
         ast.unparse(node.target)

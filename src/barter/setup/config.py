@@ -167,7 +167,12 @@ class Config:
             )
 
     def _require_defence(self) -> None:
-        """Raise ConfigError if robust aggregation or adversaries do not fit the run."""
+        """Raise ConfigError if robust aggregation or adversaries do not fit the run.
+
+        A defence needs an algorithm that aggregates answers by a plain mean, and a `robust_share`
+        below 0.5 is required also without one. Adversarial clients need the local engine, and an
+        attack that changes the algorithm's answers.
+        """
         title = type(self.algorithm).__name__
         if self.robust != "none" and not self.algorithm.aggregates:
             raise ConfigError(
@@ -230,9 +235,12 @@ def configure(
 ) -> Config:
     """Build a configuration from values of Python.
 
+    None for `privacy`, `evaluate` or `adversaries` is the default. The other arguments are those of
+    `Config`.
+
     Raises:
         TypeError: If there is no setting of a name.
-        ConfigError: If a value is not allowed.
+        ConfigError: If a value has another type, is out of its range, or contradicts others.
     """
     for name in settings.keys() - RunSettings.__annotations__.keys():
         raise TypeError(
@@ -257,14 +265,22 @@ def configure(
 
 
 def find_algorithm(name: str) -> type[Algorithm[Any, Any]]:
-    """Return the algorithm class of a registered name or package.module:Class."""
+    """Return the algorithm class of a registered name or package.module:Class.
+
+    Raises:
+        ConfigError: There is no such class, or it is no Algorithm with its own `round`.
+    """
     return _find_class(name, "algorithm", ALGORITHMS, Algorithm, "round")
 
 
 def as_algorithm(
     given: Algorithm[Any, Any] | type[Algorithm[Any, Any]] | str,
 ) -> Algorithm[Any, Any]:
-    """Return an algorithm; one given as class or name gets its defaults."""
+    """Return an algorithm; one given as class or name gets its defaults.
+
+    Raises:
+        ConfigError: There is no algorithm of this name, or it has fields without a default.
+    """
     if isinstance(given, str):
         return build_dataclass(find_algorithm(given), {}, "algorithm.")
     if isinstance(given, type) and issubclass(given, Algorithm):
@@ -273,7 +289,11 @@ def as_algorithm(
 
 
 def find_partition(name: str) -> type[Partition]:
-    """Return the partition class of a registered name or package.module:Class."""
+    """Return the partition class of a registered name or package.module:Class.
+
+    Raises:
+        ConfigError: There is no such class, or it is no Partition with its own `split`.
+    """
     return _find_class(name, "partition", PARTITIONS, Partition, "split")
 
 
@@ -313,7 +333,8 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     """Build a configuration from plain values, as a TOML file holds them.
 
     Raises:
-        ConfigError: A key is unknown or a value is not allowed; the message names it.
+        ConfigError: A key is unknown, or a value has another type or is out of its range; the
+            message names it.
     """
     if COMPARISON in tree:
         raise ConfigError(
@@ -350,6 +371,9 @@ def resolve(tree: Mapping[str, Any]) -> Config:
 
 def _as_split(values: dict[str, Any]) -> dict[str, Any]:
     """Set partition and number of clients for data that are already split.
+
+    Such data have the source clients:PATH: the partition is "domains", and the number of clients
+    that of the folders there.
 
     Args:
         values: The configuration as plain values. Other data are returned unchanged.
@@ -461,7 +485,11 @@ def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str,
 
 
 def _setting(text: str) -> tuple[list[str], Any]:
-    """Parse `key=value` into the key's parts and the value."""
+    """Parse `key=value` into the key's one or two parts and the value, see `_value`.
+
+    Raises:
+        ConfigError: There is no "=", or the key has an empty or more than two parts.
+    """
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path) or len(path) > 2:
@@ -509,13 +537,19 @@ def _refuse_unknown(path: list[str], algorithm: object) -> None:
 
 
 def _registered(algorithm: object) -> type[Algorithm[Any, Any]] | None:
-    """Return the registered algorithm that a table names; None for another one."""
+    """Return the registered algorithm that a table names; None for another one.
+
+    Without a table or a name, it is the default algorithm.
+    """
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
     return ALGORITHMS.get(str(name or TABLES["algorithm"]["name"]))
 
 
 def _keys_with(algorithm: object) -> frozenset[str]:
-    """Return the configuration keys with this algorithm, without other algorithms'."""
+    """Return the configuration keys with this algorithm, without other algorithms'.
+
+    For an algorithm that is not registered, they are those of all algorithms.
+    """
     table = "algorithm."
     kind = _registered(algorithm)
     if kind is None:
@@ -526,7 +560,7 @@ def _keys_with(algorithm: object) -> frozenset[str]:
 
 
 def _value(text: str) -> Any:
-    """Parse a value in TOML's notation; anything else is a string."""
+    """Parse a value in TOML's notation, True and False; anything else is a string."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -603,12 +637,13 @@ def first_difference(
 ) -> str | None:
     """Return the first key whose values differ; None if there is none.
 
-    A dot in the result leads into a table.
+    First means in alphabetical order. A dot in the result leads into a table. A missing key equals
+    None.
 
     Args:
         one: Values.
         other: Values to compare them with.
-        but: Keys to ignore.
+        but: Keys to ignore, not inside of tables.
     """
     for key in sorted((one.keys() | other.keys()) - set(but)):
         first = one.get(key)

@@ -86,8 +86,8 @@ def limit_memory(device: torch.device, gib: float | None) -> int:
 def with_threads(config: Config, out: Path | None, *, resume: bool) -> Config:
     """Return the configuration with its number of CPU threads set.
 
-    It is the configured number, that of the run to resume, or the number of idle cores. On a GPU,
-    the configuration is returned unchanged.
+    It is the configured number, otherwise that of the run to resume (`out`), otherwise the number
+    of idle cores. On a GPU, the configuration is returned unchanged.
     """
     if config.threads is not None or resolve_device(config.device).type != "cpu":
         return config

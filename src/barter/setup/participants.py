@@ -54,12 +54,19 @@ def initial_network(name: str, spec: Spec, seed: int, own: Own | None = None) ->
 
 
 def narrowed_name(name: str, share: float) -> str:
-    """Return the name of a network with this share of its architecture's width."""
+    """Return the name of a network of this share of its width: NAME, or NAME@SHARE below 1."""
     return name if share == 1 else f"{name}@{share:g}"
 
 
 def architecture_names(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
-    """Return the architecture of each client; "auto" depends on the algorithm."""
+    """Return the architecture of each client.
+
+    "auto" is small-cnn for algorithms that need one architecture, and small-5, five different
+    ones, for all others.
+
+    Raises:
+        ConfigError: `models` names no known architecture.
+    """
     if models == "auto":
         models = "small-cnn" if algorithm.server_model.one_architecture else "small-5"
     return zoo.client_architectures(models, clients)
@@ -84,7 +91,10 @@ def cut_networks(
 ) -> Parts:
     """Make all parties' networks from full-width networks of their architectures.
 
-    Clients with the same architecture and width share one network object.
+    Clients with the same architecture and width share one network object. Features are pooled to
+    the algorithm's width, and private training replaces batch by group normalisation. The server's
+    network is that of client 0 at full width, unless the algorithm names another; None if client 0
+    has no network here.
 
     Args:
         config: The configuration.
@@ -193,7 +203,8 @@ def make_server(
     """Build the server of clients with these architectures.
 
     Raises:
-        ConfigError: The algorithm needs public data or one architecture, and does not have it.
+        ConfigError: The algorithm needs public data or one architecture, and the run does not have
+            it.
     """
     algorithm = config.algorithm
     title = type(algorithm).__name__

@@ -45,7 +45,10 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusting(trust: bool) -> Iterator[None]:
-    """With `trust`, consent inside the block to the code that run folders name."""
+    """With `trust`, consent inside the block to the code that run folders name.
+
+    Without, consent of an outer block still holds.
+    """
     token = _trusted.set(trust or _trusted.get())
     try:
         yield
@@ -55,6 +58,9 @@ def trusting(trust: bool) -> Iterator[None]:
 
 def code_names(tree: Mapping[str, Any]) -> list[str]:
     """Return the names of all code that a configuration would import.
+
+    These are strings with a colon in the algorithm, the partition and the models, sources of data
+    with a colon that are not paths, and the generator of an algorithm. Each name occurs once.
 
     Args:
         tree: The plain values of a configuration, which need not be valid.
@@ -106,6 +112,8 @@ def read_run(run: Path, granted: Collection[str] = ()) -> Config:
 def require_consent(run: Path, names: Collection[str]) -> None:
     """Raise unless there is consent to all code of these names.
 
+    Consent is given by `trusting`, or was recorded for this folder by `note_consent`.
+
     Raises:
         ConfigError: There is none; the message has the names and the option.
     """
@@ -124,7 +132,8 @@ def require_consent(run: Path, names: Collection[str]) -> None:
 def note_consent(run: Path, names: Collection[str]) -> None:
     """Record that this user consents to code of these names in a run's folder.
 
-    It is then not asked for again. Records of deleted folders are removed.
+    It is then not asked for again. Records of deleted folders are removed. If the record cannot be
+    written, a warning says so and nothing is raised.
     """
     if not names or set(names) <= set(_consent(run)):
         return
@@ -146,7 +155,11 @@ def note_consent(run: Path, names: Collection[str]) -> None:
 
 
 def _records() -> Path:
-    """Return the folder for the records of this user."""
+    """Return the folder for the records of this user, under XDG_STATE_HOME if it is set.
+
+    Raises:
+        RuntimeError: It is not set, and the user has no home folder.
+    """
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "barter" / "runs"
 
@@ -157,7 +170,10 @@ def _record(run: Path) -> Path:
 
 
 def _consent(run: Path) -> list[str]:
-    """Return the names of code that this user has run in a folder."""
+    """Return the names of code that this user has run in a folder.
+
+    They are empty without a record, or with a damaged one.
+    """
     try:
         names = json.loads(_record(run).read_text())["code"]
     except (OSError, RuntimeError, ValueError, LookupError, TypeError):
