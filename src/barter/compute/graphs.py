@@ -55,7 +55,7 @@ class Graphs:
         """Release tensors that live within a step; called before and after a capture."""
 
     def renew(self) -> None:
-        """Drop graphs whose tensors have moved, and the oldest beyond the limit."""
+        """Drop graphs whose tensors have moved, and the oldest steps beyond `GRAPHS`."""
         self.steps = {
             key: step
             for key, step in self.steps.items()
@@ -67,8 +67,10 @@ class Graphs:
     def take(self, work: Callable[..., Any], batch: Sequence[Batch]) -> Any:
         """Run a step on this batch and return its values, valid until the next step.
 
-        The step runs eagerly at first, is then captured as a CUDA graph, and replayed from then on.
-        Without a lane, or if it cannot be captured, it always runs eagerly.
+        The first `WARM_UP` steps of a kind run eagerly, the next is captured as a CUDA graph, and
+        replayed from then on. Steps are of one kind if work, training modes, shapes and precision
+        are equal. Without a lane, or if it cannot be captured, a step always runs eagerly; the
+        latter warns once for each function.
 
         Args:
             work: Called with the items of the batch.
@@ -302,7 +304,7 @@ def contents(work: Any, depth: int = 4) -> list[Any]:
 
 
 def _flat(items: Sequence[Any]) -> Iterator[Any]:
-    """Yield the items, with tuples, which cannot change, replaced by their items."""
+    """Yield the items, with tuples, which cannot change, replaced by theirs, at any depth."""
     for item in items:
         yield from _flat(item) if isinstance(item, tuple) else [item]
 
@@ -313,9 +315,10 @@ def modules_of(contents: Sequence[Any]) -> list[nn.Module]:
 
 
 def objection(work: Any) -> str:
-    """Return why a graph of this work could become stale, or "".
+    """Return why a graph of this work could become stale; "" if it could not.
 
-    This is so if the work holds something that may change without the graph noticing.
+    This is so if the work holds something that may change without the graph noticing: anything but
+    modules, tensors, plain values, classes, frozen dataclasses and built-in functions.
     """
     for item in contents(work):
         plain = isinstance(item, nn.Module | Tensor | str | int | float | bool | None | type)

@@ -69,14 +69,17 @@ class Track:
 
     @classmethod
     def for_lane(cls, lane: Lane, priority: int) -> Track:
-        """Return an idle track or a new one; it is idle again once the lane is deleted."""
+        """Return an idle track of this device and priority, or a new one.
+
+        It is idle again once the lane is deleted.
+        """
         idle = cls.idle[lane.device, priority]
         track = idle.pop() if idle else cls(lane.device, priority)
         weakref.finalize(lane, idle.append, track)
         return track
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job on the thread."""
+        """Run a job on the thread, after those submitted before; return at once."""
         if not self._begun:
             self._begun = True
             threading.Thread(target=_serve, args=(self._work,), daemon=True).start()
@@ -114,7 +117,11 @@ class Lane:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Compute on this lane in the current thread, inside the block."""
+        """Compute on this lane in the current thread, inside the block.
+
+        The lane first waits for the work on the current stream. Random numbers of the device are
+        drawn from the lane's generator.
+        """
         before = current_lane()
         default = torch.cuda.default_generators[self.device.index]
         outer = default.graphsafe_get_state()
@@ -135,6 +142,8 @@ class Lane:
 
     def wait(self, mark: torch.cuda.Event) -> None:
         """Let other lanes run until the device has reached this event.
+
+        Random states are those of before. Outside of `take_turns`, the thread just waits.
 
         Raises:
             Stopped: If the run was interrupted in the meantime.
@@ -160,7 +169,10 @@ class Lane:
         return event
 
     def throttle(self) -> None:
-        """Count a step, and wait if the host is too far ahead of the device."""
+        """Count a step, and wait if the host is too far ahead of the device.
+
+        That is more than `AHEAD` events, one every `STRIDE` steps.
+        """
         self._steps += 1
         if self._steps % STRIDE == 0:
             self._marks.append(self.mark())
@@ -176,7 +188,11 @@ class Lane:
         return _cached(self.forwards, key, make)
 
     def keep(self, name: Hashable, module: nn.Module) -> None:
-        """Store a module under a name; evict least recently used ones to make room."""
+        """Store a module under a name; evict least recently used ones to make room.
+
+        Modules may take `room` bytes together; the last one stays even if it takes more. Trainers
+        and forward passes of an evicted module are dropped too.
+        """
         self.modules[name] = module
         sizes = {name: footprint(module) for name, module in self.modules.items()}
         while len(sizes) > 1 and sum(sizes.values()) > self.room:
@@ -200,7 +216,10 @@ def _cached(
     key: tuple[Hashable, ...],
     make: Callable[[], Any],
 ) -> Any:
-    """Return the value of a key, made if missing; evict the least recently used."""
+    """Return the value of a key, made if missing; evict the least recently used.
+
+    At most `TRAINERS` values are kept.
+    """
     if key not in table:
         table[key] = make()
         if len(table) > TRAINERS:
@@ -220,7 +239,7 @@ def current_lane() -> Lane | None:
 
 
 def throttle() -> None:
-    """Count a step; wait if the host is too far ahead of the device."""
+    """Count a step of this lane, see `Lane.throttle`; outside of a lane do nothing."""
     lane = current_lane()
     if lane is not None:
         lane.throttle()
@@ -230,7 +249,8 @@ def run_branches(jobs: Sequence[Callable[[], T]]) -> list[T]:
     """Run independent jobs, concurrently while a graph is captured.
 
     The kernels of a single job may be too small to fill the device. Gradients are computed
-    concurrently too. No module may be used by two jobs.
+    concurrently too. No module may be used by two jobs. Without a capture, jobs run one after the
+    other.
 
     Returns:
         The jobs' results, in order.
@@ -268,7 +288,8 @@ def wait_for_device() -> None:
 def lane_module(name: Hashable, make: Callable[[], M]) -> M:
     """Return this lane's module of a name, made if there is none.
 
-    The module is as its last user left it.
+    The module is as its last user left it. A new one is tuned and kept, which may evict others.
+    Without a lane, a new module is made in every call.
     """
     lane = current_lane()
     if lane is None:
@@ -308,6 +329,9 @@ def take_over(module: nn.Module, other: nn.Module) -> None:
     Args:
         module: The module to change.
         other: A module of the same structure.
+
+    Raises:
+        RuntimeError: If names or shapes of weights differ.
     """
     module.load_state_dict(other.state_dict())
     for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):

@@ -48,8 +48,9 @@ class Parking:
     def on_device(self, client: Guest) -> Iterator[None]:
         """Keep a client on the device inside the block.
 
-        Other clients leave the device if memory is short. After the block, the client stays until
-        then.
+        Clients that are not at work leave the device if memory is short (`is_crowded`), least
+        recently used first. After the block, the client stays until then. Without a limit, nothing
+        moves.
         """
         if not self.limit:
             yield
@@ -73,8 +74,8 @@ class Parking:
     def is_crowded(self) -> bool:
         """Return whether clients must leave the device to free memory.
 
-        This is so if waiting clients take more than half of the limit, or all allocations more than
-        three fifths.
+        This is so if the clients that have worked and are on the device take more than half of the
+        limit, or all allocations more than three fifths.
         """
         allocated = torch.cuda.memory_allocated()  # 0 without CUDA
         return sum(self.sizes.values()) > self.limit // 2 or allocated > self.limit * 3 // 5

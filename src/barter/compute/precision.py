@@ -16,7 +16,7 @@ _current: Precision = "fp32"
 
 
 def current_precision() -> Precision:
-    """Return the precision of the current run."""
+    """Return the precision of the innermost `use_precision`."""
     return _current
 
 
@@ -24,7 +24,7 @@ def current_precision() -> Precision:
 def use_precision(precision: Precision) -> Iterator[None]:
     """Compute with this precision and deterministic cuDNN kernels in the block.
 
-    It applies to all threads.
+    fp32 also forbids TF32, all other precisions allow it. It applies to all threads.
     """
     global _current
     before = _current

@@ -24,9 +24,9 @@ STAT = Path("/proc/stat")
 
 
 def free_cores() -> int:
-    """Return the number of idle cores, or OMP_NUM_THREADS if it is set.
+    """Return the number of idle cores, or torch's number if OMP_NUM_THREADS is set.
 
-    It is at most torch's number of threads, and at least 1.
+    It is rounded, at most torch's number of threads and the container's quota, and at least 1.
     """
     most = torch.get_num_threads()
     if most == 1 or os.environ.get("OMP_NUM_THREADS"):
@@ -46,7 +46,7 @@ def limit_threads(threads: int | None) -> Iterator[None]:
 
 
 def _allowance() -> float:
-    """Return the number of cores that the container's CPU quota allows."""
+    """Return the number of cores that the container's CPU quota allows, maybe infinity."""
     version_2 = CGROUP / "cpu.max"
     version_1 = CGROUP / "cpu" / "cpu.cfs_quota_us"
     if version_2.is_file():

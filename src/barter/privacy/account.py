@@ -76,9 +76,14 @@ Releases: TypeAlias = Mapping[Release, int]
 def composed_epsilon(releases: Releases, delta: float) -> float:
     """Return the smallest known ε such that all releases together are (ε, δ)-private.
 
+    It is 0 without releases, and infinite with an `Unbounded` one.
+
     Args:
         releases: The number of times each release happens.
         delta: δ, the probability that ε does not hold.
+
+    Raises:
+        ConfigError: If dp-accounting is not installed, which all but Gaussian releases need.
     """
     counts: dict[Release, int] = {}
     for release, count in releases.items():
@@ -126,7 +131,11 @@ def _composed_epsilon(releases: frozenset[tuple[Release, int]], delta: float) ->
 
 
 def _root(function: Callable[[float], float], least: float, most: float, *, xtol: float) -> float:
-    """Return the root of a function between two bounds, by Brent's method."""
+    """Return the root of a function between two bounds, by Brent's method.
+
+    Raises:
+        ValueError: If the function has the same sign at both bounds.
+    """
     from scipy.optimize import brentq  # Loading takes most of a second, and most runs need no root.
 
     return float(brentq(function, least, most, xtol=xtol))
@@ -208,7 +217,10 @@ def _log_delta(epsilon: float, mu: float) -> float:
 
     Args:
         epsilon: ε.
-        mu: The distance of the two means in standard deviations.
+        mu: The distance of the two means in standard deviations, above 0.
+
+    Returns:
+        log δ; -infinity where δ underflows.
     """
     first = float(log_ndtr(mu / 2 - epsilon / mu))
     second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
@@ -218,7 +230,10 @@ def _log_delta(epsilon: float, mu: float) -> float:
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return ε of a Gaussian mechanism whose means are μ standard deviations apart."""
+    """Return ε of a Gaussian mechanism whose means are μ standard deviations apart.
+
+    It is 0 for μ = 0, or if δ alone covers the mechanism. Above `HUGE` it is an upper bound.
+    """
     if mu == 0 or _log_delta(0.0, mu) <= math.log(delta):
         return 0.0
     largest = mu * (mu / 2 - float(ndtri(delta)))  # An upper bound: here the first term equals δ.

@@ -130,7 +130,7 @@ def _first_classes(value: Tensor) -> Tensor:
 
 
 def _even_counts(value: Tensor) -> Tensor:
-    """Return counts with the same sum, as equal as possible."""
+    """Return counts of the same shape and sum, as equal as possible."""
     total = int(value.sum())
     ends = torch.arange(1, value.numel() + 1) * total // max(1, value.numel())
     counts = ends.diff(prepend=ends.new_zeros(1))
@@ -138,7 +138,13 @@ def _even_counts(value: Tensor) -> Tensor:
 
 
 def allows_floats(algorithm: Algorithm[Any, Any], part: str) -> bool:
-    """Return whether the type of a part, or of a method's answer, allows floats."""
+    """Return whether the type of a part, or of a method's answer, allows floats.
+
+    Types without annotation do. A part is METHOD.KEY or METHOD.
+
+    Raises:
+        KeyError: If the answer's type has no such key.
+    """
     method, _, key = part.partition(".")
     if key:
         return _allows_floats(_fields(algorithm, method)[key])
@@ -216,7 +222,11 @@ def _sizes(schema: Schema) -> Iterator[str]:
 
 
 def _is_fixed(schema: Schema, known: Names) -> bool:
-    """Return whether all values of a schema have one shape, given known sizes."""
+    """Return whether all values of a schema have one shape, given known sizes.
+
+    A NotRequired part without `When`, a tensor without annotation, a list, a dict of any keys, a
+    union and `Any` have not.
+    """
     if schema.optional and not schema.when:
         return False
     known |= {named.name for named in schema.names}

@@ -66,7 +66,8 @@ class Guard:
     def seed(self, known: int) -> int:
         """Return the seed of all other randomness in a method.
 
-        If noise is secret, the choice and order of images must be secret too.
+        If noise is secret and the run promises a guarantee, the choice and order of images must be
+        secret too: each call returns a new random seed. Otherwise it is `known`.
 
         Args:
             known: The seed that follows from the run's seed.
@@ -76,11 +77,12 @@ class Guard:
     def copy_arguments(self, method: str, arguments: Payload) -> Payload:
         """Return a copy of a method's arguments if a mechanism clips the change to them.
 
-        A copy is needed because the method may modify its arguments. Otherwise, the result is
-        empty.
+        A copy is needed because the method may modify its arguments. Without such a mechanism, the
+        result is an empty tuple.
 
         Raises:
-            PrivacyError: If the algorithm does not declare this method.
+            PrivacyError: If the run promises a guarantee, and the algorithm does not declare this
+                method.
         """
         if self.promised and method not in {*self.plan.methods, Algorithm.evaluate.__name__}:
             raise PrivacyError(
@@ -94,6 +96,9 @@ class Guard:
     @contextmanager
     def seal_images(self, client: Client, method: str, stream: int) -> Iterator[None]:
         """Restrict a client's images to private training, if training is private.
+
+        Afterwards the client's report has the ε spent so far. If training is not private, nothing
+        changes.
 
         Args:
             client: The client whose images are sealed inside the context.
@@ -154,11 +159,14 @@ class Guard:
         return described
 
     def _source(self, stream: int) -> Source:
-        """Return the source of noise."""
+        """Return the source of noise: the system if it is secret, otherwise seeded."""
         return System() if self.secret else Seeded(stream)
 
     def _spend(self, client: Client, more: Account, method: str) -> None:
         """Add releases to a client's account, unless they exceed a budget.
+
+        If the run promises a guarantee, the client's report has the new ε. A refused release leaves
+        everything as it is.
 
         Raises:
             PrivacyError: If they exceed the run's budget, or the site's over all runs.
@@ -189,6 +197,9 @@ class Guard:
     ) -> Payload:
         """Return the protected answer that leaves the client; charge the budget.
 
+        Each mechanism of the method is charged once and applied in the order of the settings.
+        Without one the answer is returned as it is, at no charge.
+
         Args:
             client: The client that answers.
             method: The method that was called.
@@ -197,7 +208,8 @@ class Guard:
             stream: The seed of the noise, if it is not secret.
 
         Raises:
-            PrivacyError: If the budget does not allow another answer.
+            PrivacyError: If the budget does not allow another answer, or a site would release an
+                unprotected part although the run promises a guarantee or the site has a budget.
             ConfigError: If a mechanism does not fit the answer.
         """
         mechanisms = self.plan.of(method)
@@ -235,6 +247,9 @@ class Guard:
 
         Parts of the answer that do not depend on any image stay as they are: the server needs
         them to make sense of the others.
+
+        Raises:
+            ConfigError: If the answer lacks the part, or an image has rows in several entries.
         """
         method, _, key = name.partition(".")
         keys = [key] if mechanism.second_key is None else [key, mechanism.second_key]

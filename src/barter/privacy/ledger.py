@@ -92,19 +92,28 @@ class Ledger:
         return runs
 
     def account(self) -> dict[str, int]:
-        """Return the releases of all runs together."""
+        """Return the releases of all runs together, older versions' included.
+
+        Raises:
+            CheckpointError: If the file is damaged.
+        """
         return merge_accounts(*(account.released for account in self.runs().values()))
 
     def former_accounts(self) -> list[Path]:
-        """Return the accounts of older versions, whose releases have no known price."""
+        """Return the files of older versions' accounts; none without a memory folder."""
         return sorted(self.memory.glob(f"*/{FORMER_FILE}")) if self.memory is not None else []
 
     def bind(self, run: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Bind a run to a configuration, unless it is bound; return its configuration.
 
+        A run that is bound keeps its first configuration, and `config` is ignored.
+
         Args:
             run: The run's id.
             config: The configuration as plain values.
+
+        Raises:
+            CheckpointError: If the file is damaged or cannot be written.
         """
         with self._locked():
             known = self.runs().get(run, RunAccount()).config
@@ -132,7 +141,8 @@ class Ledger:
 
         Raises:
             PrivacyError: If they would exceed it, as when another site that shares this ledger
-                has spent the rest in the meantime.
+                has spent the rest in the meantime. Nothing is appended.
+            CheckpointError: If the file is damaged or cannot be written.
         """
         with self._locked():
             if budget is not None:
@@ -147,7 +157,10 @@ class Ledger:
     def _lines(self) -> list[bytes]:
         """Return the complete lines of the file.
 
-        A line that is still being written is left out.
+        A line that is still being written is left out. Without a file, there are none.
+
+        Raises:
+            CheckpointError: The file cannot be read.
         """
         if not self.path.exists():
             return []
@@ -174,7 +187,7 @@ class Ledger:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other processes from writing inside the block."""
+        """Keep other processes from writing inside the block; wait for one that does."""
         with convert_disk_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = self.path.with_name(f".{self.path.name}.lock").open("w")
@@ -189,7 +202,11 @@ def _read_counts(text: str) -> dict[str, int]:
 
 
 def _add_line(runs: dict[str, RunAccount], line: Mapping[str, Any]) -> None:
-    """Add a line of the ledger to the account of its run."""
+    """Add a line of the ledger to the account of its run; the smallest δ of a run counts.
+
+    Raises:
+        ValueError: If a number of releases is negative. Missing fields raise LookupError.
+    """
     account = runs.setdefault(str(line["run"]), RunAccount())
     account.began = account.began or str(line["time"])
     if "config" in line:

@@ -152,7 +152,7 @@ class Additive(Mechanism):
         return rows * (self.clip / self.norms(rows).clamp(min=self.clip))
 
     def add_noise(self, rows: Tensor, source: Source) -> Tensor:
-        """Add noise to every number."""
+        """Add noise of scale `noise` * `clip` to every number."""
         assert self.noise is not None
         noise = self.noise * self.clip * self.draw(rows.numel(), source)
         return rows + noise.view_as(rows)
@@ -191,7 +191,11 @@ class Additive(Mechanism):
         return [_map_leaves(value, replace_leaf) for value in values]
 
     def _start(self, values: Sequence[Payload], arguments: Payload) -> Tensor:
-        """Return the numbers that the server sent in the same structure as the answer."""
+        """Return the numbers that the server sent in the same structure as the answer.
+
+        Raises:
+            ConfigError: If there is more than one value, or none of this structure was sent.
+        """
         start = _find_alike(arguments, values[0]) if len(values) == 1 else None
         if start is None:
             raise ConfigError(
@@ -201,7 +205,11 @@ class Additive(Mechanism):
         return torch.cat(_numbers([start]))
 
     def _by_row(self, value: Payload, source: Source) -> Tensor:
-        """Clip each row and add noise."""
+        """Clip each row, flattened, and add noise.
+
+        Raises:
+            ConfigError: If the value is no float tensor with rows.
+        """
         value = as_rows(value, str(self))
         rows = value.double().cpu().reshape(len(value), -1)
         return match_tensor(value, self.add_noise(self.clip_rows(rows), source))
@@ -261,7 +269,7 @@ class Response(Mechanism):
         return account.PureRelease(self.epsilon)
 
     def keep(self, classes: int) -> float:
-        """Return the probability that the true label is released."""
+        """Return the probability that the true label is released, e^ε / (e^ε + classes - 1)."""
         return 1 / (1 + (classes - 1) * math.exp(-self.epsilon))
 
     def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
@@ -361,7 +369,10 @@ class ClassMeans(Mechanism):
 
 
 def _labels_by_size(sizes: Tensor, count: int) -> Tensor:
-    """Return sorted labels, the number of each class in proportion to its size."""
+    """Return sorted labels, the number of each class in proportion to its size.
+
+    If all sizes are 0, all classes are equally frequent.
+    """
     total = float(sizes.sum())
     ends = sizes.cumsum(0) / total if total else torch.arange(1, len(sizes) + 1) / len(sizes)
     positions = (torch.arange(count).double() + 0.5) / max(1, count)
@@ -438,7 +449,7 @@ def _find_alike(tree: Payload, like: Payload) -> Payload | None:
 
 
 def _blank(leaf: Payload) -> Payload:
-    """Return zero or an empty value of the same type."""
+    """Return zeros of the same shape, zero, or an empty value of the same type."""
     if isinstance(leaf, Tensor):
         return torch.zeros_like(leaf)
     return None if leaf is None else type(leaf)()

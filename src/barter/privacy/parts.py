@@ -34,20 +34,20 @@ def answer_parts(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
 
 
 def answer_fields(answer: Schema) -> Mapping[str, Schema]:
-    """Return the keys of an answer's first TypedDict with their types, if any."""
+    """Return the keys of an answer's first TypedDict with their types; empty without one."""
     record = find_record(answer)
     return {} if record is None else record.fields
 
 
 def expand_part(part: str, parts: Mapping[str, list[str]]) -> list[str]:
-    """Return the parts that a name means: itself, or all parts of a method."""
+    """Return the parts that a name means: all parts of a method, otherwise itself."""
     return parts.get(part, [part])
 
 
 def take_part(answer: Payload, key: str) -> list[Payload]:
     """Return the values of a key in an answer, or in each entry of a list.
 
-    Without a key, the only value is the whole answer.
+    Without a key, the only value is the whole answer. Where the key is missing, there is none.
     """
     if not key:
         return [answer]

@@ -65,13 +65,16 @@ class Description(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the part left without a guarantee, and on purpose."""
+        """Return whether the part left without a guarantee, and on purpose.
+
+        Its mechanism is then "nothing" or "paper", DFFKE's published noise.
+        """
         return self.mechanism == NOTHING or self.mechanism.partition(" ")[0] == "paper"
 
     def price(self) -> Release | None:
         """Return the cost of one release; None if it costs nothing.
 
-        What is not understood has no bound.
+        A mechanism without a guarantee, and what is not understood, is `Unbounded`.
         """
         name = self.mechanism.partition(" ")[0]
         try:
@@ -135,7 +138,7 @@ def step_noise(account: Account) -> float | None:
 
 
 def merge_accounts(*accounts: Account) -> dict[str, int]:
-    """Return the account of all releases in several accounts."""
+    """Return the account of all releases in several accounts; counts add up."""
     merged: Counter[str] = Counter()
     for account in accounts:
         merged.update(account)

@@ -171,7 +171,11 @@ class Privacy:
 
 
 def _training(text: str) -> Training:
-    """Build the options of DP-SGD from their text in a configuration."""
+    """Build the options of DP-SGD from their text, such as "clip=1 noise=1.1".
+
+    Raises:
+        ConfigError: If it is not of this form, lacks clip, or an option is unknown or out of range.
+    """
     try:
         pairs = [option.split("=") for option in text.split()]
         values = {key: int(value) if key == "rounds" else float(value) for key, value in pairs}
@@ -188,7 +192,7 @@ def _training(text: str) -> Training:
 
 
 def _require_protection(epsilon: float) -> None:
-    """Raise ConfigError if noise is to be found for an ε that protects nothing."""
+    """Raise ConfigError if an ε, for which noise is to be found, is above LARGEST_EPSILON."""
     if epsilon > LARGEST_EPSILON:
         raise ConfigError(
             f"privacy.epsilon={epsilon:g}: such an epsilon protects nothing, so no noise is found "
@@ -246,6 +250,9 @@ class Plan:
             name: The part or method that the configuration names.
             mechanism: Its mechanism.
             algorithm: The algorithm.
+
+        Raises:
+            ConfigError: If the algorithm does not send a part, or the mechanism does not fit it.
         """
         title = type(algorithm).__name__
         sent = {part for parts in self.parts.values() for part in parts} | self.parts.keys()
@@ -312,12 +319,22 @@ class Plan:
                     )
 
     def each(self, part: str) -> Each:
-        """Return what one image can change in a part: its own row, or the whole answer."""
+        """Return what one image can change in a part: "image", its own row, or "answer".
+
+        A part that the algorithm's `tells` does not declare is of the second kind.
+        """
         by_row = self.tells.get(part) in ("label", "row", "row of the network")
         return "image" if by_row else "answer"
 
     def public_assumption(self, part: str) -> str:
-        """Return what the ε of a part assumes to be public; empty if it assumes nothing."""
+        """Return what the ε of a part assumes to be public; empty if it assumes nothing.
+
+        It is the answer's shape where no contract fixes it, and the client's network where noise is
+        added by row to what the network computed.
+
+        Raises:
+            KeyError: If no mechanism covers the part and its shape is fixed.
+        """
         if part in self.shaped:
             return "the shape of the answer"
         mechanism = self.mechanisms[self.covers[part]]
@@ -333,12 +350,17 @@ class Plan:
     def promised(self) -> bool:
         """Return whether a site that requires a guarantee can take part.
 
-        Such a site releases nothing besides its answers.
+        That is so with a budget (`privacy.epsilon`) and without `open` parts. Such a site releases
+        nothing besides its answers.
         """
         return self.privacy.epsilon is not None and not self.open()
 
     def open(self) -> list[str]:
-        """Return the parts that can leave without a guarantee."""
+        """Return the parts that can leave without a guarantee; none with private training.
+
+        They are those that depend on images, are sent as configured, and are not covered by a
+        mechanism that promises a guarantee without a `public_assumption`.
+        """
         if self.training is not None:
             return []
         private = [
@@ -362,7 +384,10 @@ class Plan:
         return describe_part(name, self.mechanisms[name], next(filter(None, assumptions), ""))
 
     def unprotected_parts(self, parts: Iterable[str]) -> list[str]:
-        """Return the parts that reveal something and that no mechanism covers."""
+        """Return the parts that reveal something and that no mechanism covers.
+
+        With private training there are none.
+        """
         if self.training is not None:
             return []
         return [
@@ -395,6 +420,8 @@ class Plan:
     def allows(self, released: Mapping[str, int]) -> bool:
         """Return whether these releases are within the budget, up to rounding.
 
+        Without a budget (`privacy.epsilon` of None) all are.
+
         Args:
             released: The number of releases by name.
         """
@@ -403,6 +430,9 @@ class Plan:
 
     def count_releases(self, seen: Mapping[str, int]) -> dict[str, int]:
         """Return the number of releases by protected name.
+
+        Of several parts under one name, which leave together, the largest number counts. Parts that
+        no mechanism covers are left out.
 
         Args:
             seen: The number of times that each part left the client.

@@ -19,7 +19,7 @@ STATEMENT_HEADINGS = ("what left the clients", "of", "protected by", "times", "�
 
 
 def _epsilon(value: float) -> str:
-    """Format ε."""
+    """Format ε with three significant digits, or as ∞."""
     return "∞" if math.isinf(value) else f"{value:.3g}"
 
 
@@ -32,7 +32,7 @@ def statement_cells(statement: Statement) -> tuple[tuple[str, ...], list[list[st
 
 
 def _protection(row: ReleaseRow) -> str:
-    """Return how a part is protected."""
+    """Return how a part is protected; "nothing" if its ε is infinite without protection."""
     if row.protection:
         return row.protection
     return "nothing" if math.isinf(row.epsilon) else "independent of any image"

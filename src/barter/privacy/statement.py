@@ -88,7 +88,7 @@ class Statement:
 
     @property
     def of_tests(self) -> float:
-        """The ε of every test image of every client."""
+        """Return the ε of every test image of every client; 0 if nothing reveals any."""
         return max((row.epsilon for row in self.rows if row.about == TEST_IMAGES), default=0.0)
 
     def to_json(self) -> str:
@@ -102,7 +102,11 @@ class Statement:
 
     @classmethod
     def read(cls, path: Path) -> Statement:
-        """Read a statement from a file that `to_json` wrote."""
+        """Read a statement from a file that `to_json` wrote.
+
+        Raises:
+            CheckpointError: If the file cannot be read or is damaged.
+        """
         return parse_file(path, cls.from_json)
 
     @classmethod
@@ -138,6 +142,9 @@ def make_statement(
     tests_by_labels: bool = False,
 ) -> Statement:
     """State what a run has revealed about private images.
+
+    ε of the run is infinite if there is a reason for it (`why`), 0 if nothing was revealed, and
+    otherwise the largest over clients.
 
     Args:
         privacy: The run's privacy settings.

@@ -95,8 +95,8 @@ class RunFolder:
             prepare: Called before the configuration is written.
 
         Raises:
-            CheckpointError: The folder exists and is not empty (`never_began`), is in use, or cannot
-                be written.
+            CheckpointError: The folder exists and is not empty (`never_began`), is in use, or
+                cannot be written.
         """
         if path.exists() and not never_began(path):
             raise CheckpointError(
