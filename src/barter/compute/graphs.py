@@ -304,7 +304,7 @@ def contents(work: Any, depth: int = 4) -> list[Any]:
 
 
 def _flat(items: Sequence[Any]) -> Iterator[Any]:
-    """Yield the items, with tuples, which cannot change, replaced by theirs, at any depth."""
+    """Yield the items, with nested tuples, which cannot change, replaced by theirs."""
     for item in items:
         yield from _flat(item) if isinstance(item, tuple) else [item]
 

@@ -46,7 +46,7 @@ def limit_threads(threads: int | None) -> Iterator[None]:
 
 
 def _allowance() -> float:
-    """Return the number of cores that the container's CPU quota allows, maybe infinity."""
+    """Return the cores that the container's CPU quota allows; infinity without one."""
     version_2 = CGROUP / "cpu.max"
     version_1 = CGROUP / "cpu" / "cpu.cfs_quota_us"
     if version_2.is_file():

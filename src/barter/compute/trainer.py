@@ -113,7 +113,7 @@ class Anchor(nn.Module):
 
     @torch.no_grad()
     def pull(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add the gradient of the penalty to the parameters' gradients."""
+        """Add strength * (parameter - place) to each gradient; None gradients stay None."""
         gradients: list[Tensor] = []
         values: list[Tensor] = []
         targets: list[Tensor] = []
@@ -182,7 +182,7 @@ class Trainer(Graphs):
         super().renew()
 
     def moments(self) -> list[dict[str, Tensor]]:
-        """Return a copy of the optimizer's state for each parameter."""
+        """Return a copy of the optimizer's state for each parameter; {} before a step."""
         states = [self.optimizer.state[parameter] for parameter in self.parameters]
         return [{name: tensor.clone() for name, tensor in state.items()} for state in states]
 
@@ -198,6 +198,8 @@ class Trainer(Graphs):
 
     def anneal(self, done: float) -> None:
         """Set the learning rate of a cosine schedule; other recipes keep theirs.
+
+        It is lr * (1 + cos(π done)) / 2.
 
         Args:
             done: Fraction of the training that is complete, from 0 to 1.
@@ -244,7 +246,10 @@ class Trainer(Graphs):
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def descend(self) -> None:
-        """Take an optimizer step with the parameters' current gradients."""
+        """Take an optimizer step with the parameters' current gradients.
+
+        First the anchor, if any, pulls; then the norm of all gradients together is clipped.
+        """
         if self.anchor is not None:
             self.anchor.pull(self.parameters)
         if self.recipe.clip is not None:

@@ -68,7 +68,9 @@ class Consent:
             own_data: Whether the site trains on its own data, not on a share of the run's.
 
         Raises:
-            ConfigError: If the algorithm or one of its methods is not allowed.
+            ConfigError: If `algorithms` or `methods` is given and lacks the algorithm or one of its
+                methods, or if the algorithm asks for all images of a site with its own data and
+                `algorithms` does not name it.
         """
         name = str(to_plain(config)["algorithm"]["name"])
         if self.algorithms and name not in self.algorithms:
@@ -129,6 +131,9 @@ class Consent:
 
     def within(self, site: str, seconds: float, spent: float) -> float:
         """Return for how many seconds a call may compute.
+
+        It is the smaller of what the server waits and what is left of the consent's `seconds`;
+        without these, what the server waits.
 
         Args:
             site: The site's name, for messages.

@@ -136,6 +136,11 @@ def _content(reply: Message, most: int | None) -> Payload:
 def _require_size(records: RecordDict, most: int | None) -> None:
     """Raise if records are larger than those of a valid answer.
 
+    Args:
+        records: The records, unparsed.
+        most: Largest size of the tensors in bytes, to which `SPARE` is added; None for no limit.
+            The structure may have `STRUCTURE` bytes in any case.
+
     Raises:
         PayloadError: If they are.
     """
@@ -172,7 +177,9 @@ class Hellos:
     def poll(self, nodes: Iterable[int]) -> dict[int, Payload]:
         """Request the hellos of new nodes; return those since the last poll.
 
-        A hello under another name than its key was registered for is refused.
+        A node is asked once. It is refused, for the whole run, if it answers with an error, with
+        something invalid, or under another name than its key was registered for. One whose message
+        was lost is asked again in the next poll.
 
         Returns:
             Node -> hello.
@@ -281,7 +288,9 @@ class FlowerEngine(BaseEngine):
     def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
         """Run a method at sites and return their checked answers.
 
-        Evaluations that came with an earlier reply are not requested.
+        Evaluations that came with the previous reply are not requested; they are dropped if this
+        call is not an evaluation. A site that fails, or whose answer is invalid or an outlier, is
+        among the failures; nothing is raised.
         """
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
@@ -318,7 +327,8 @@ class FlowerEngine(BaseEngine):
     ) -> dict[int, RecordDict]:
         """Encode the request for each client; add unreachable ones to `failures`.
 
-        Arguments that several clients share (the same object) are checked and encoded once.
+        Arguments that several clients share (the same object) are checked and encoded once. Clients
+        that were late in this round, or whose arguments cannot be sent, get no request.
         """
         requests: dict[int, RecordDict] = {}
         local_only = self.is_local_only()
@@ -518,7 +528,11 @@ class Progress:
         self.pending: dict[str, int] = {}  # message id -> node
 
     def poll(self, nodes: Set[int]) -> Iterator[tuple[int, float]]:
-        """Ask nodes for progress if it is time to; yield (node, fraction) as reported."""
+        """Ask nodes for progress if it is time to; yield (node, fraction) as reported.
+
+        It is time after `PROGRESS_SECONDS` per node, or a tenth of the time since the call began if
+        that is longer. Reports that are no fraction, or of other nodes, are ignored.
+        """
         now = time.monotonic()
         if now - self.last > max(PROGRESS_SECONDS * len(nodes), (now - self.begin) / 10):
             self.last = now
@@ -536,7 +550,7 @@ class Progress:
 
 
 def _most_of_all(most: Mapping[int, int | None]) -> int | None:
-    """Return the largest of the clients' sizes; none if one is unknown."""
+    """Return the largest of the clients' sizes; None if one is unknown, 0 without any."""
     sizes = [size for size in most.values() if size is not None]
     return None if len(sizes) < len(most) else max(sizes, default=0)
 

@@ -140,6 +140,9 @@ def ask_worker(
 def serve_frames(path: Path, answer: Callable[[Frame], Frame], lost: Callable[[], None]) -> None:
     """Answer one caller after the other, without end.
 
+    Callers of other users, and requests that are no frames, are disconnected without an answer. An
+    old socket file at the path is replaced.
+
     Args:
         path: The unix socket to listen on.
         answer: Makes the answer to a request.

@@ -99,7 +99,10 @@ class Gate:
         """Read the body of a site's request.
 
         Raises:
-            Refused: If the request is not for the API of sites, too large, or too slow.
+            Refused: With status 403 if the request is not for the API of sites, 413 if it is too
+                large, 408 if it takes longer than `REQUEST_SECONDS`, 400 if the site disconnects.
+                Requests without a registered key may have `STRANGERS` bytes, others `MEMBERS`, and
+                all parts of an answer together `most()`.
         """
         if not scope["path"].startswith(FOR_SITES):
             raise Refused(403)
@@ -126,7 +129,11 @@ class Gate:
 
 
 async def _read(receive: Receive, limit: int) -> bytes:
-    """Read the body of a request, of `limit` bytes at most."""
+    """Read the body of a request, of `limit` bytes at most.
+
+    Raises:
+        Refused: With status 413 if it is larger, 400 if the site disconnects.
+    """
     body = bytearray()
     more = True
     while more:
@@ -166,7 +173,8 @@ def size_limit(most: int, largest: Path | None) -> int:
 
     Args:
         most: The limit of the configuration.
-        largest: The file with the size of the current answers; none: no file.
+        largest: The file with the size of the current answers. None, a missing or an invalid file
+            stand for no further limit.
     """
     try:
         return min(most, int(largest.read_text())) if largest is not None else most

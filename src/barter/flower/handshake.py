@@ -264,13 +264,13 @@ def introduce(setup: Setup, toml: str) -> Payload:
 
 
 def _architecture(setup: Setup, config: Config) -> str:
-    """Return the site's network: its own, or the run's for its share."""
+    """Return the site's network: its own, or the run's for its share (client 0's without)."""
     share = setup.share or 0
     return setup.model or architecture_names(config.algorithm, config.models, config.clients)[share]
 
 
 def _data(setup: Setup, config: Config) -> Data:
-    """Return the run's data configuration with this site's folder of data sets."""
+    """Return the run's data configuration, with this site's folder of data sets if set."""
     return dataclasses.replace(config.data, root=setup.root or config.data.root)
 
 
@@ -311,6 +311,10 @@ def _own_data(setup: Setup, config: Config) -> tuple[Dataset, Spec, Augment]:
 
     A test part that is missing is held out by position, whatever the run asks for: by class, the
     number of training images would depend on labels.
+
+    Raises:
+        ConfigError: If the data cannot be used, or do not name their classes although the site
+            requires a privacy guarantee.
     """
     with _own_words(setup, "its data cannot be used in this run"):
         data = dataclasses.replace(_data(setup, config), source=setup.data, hold_out="position")
@@ -370,7 +374,11 @@ def _require_share(setup: Setup, config: Config) -> None:
 
 
 def _require_guarantee(setup: Setup, config: Config) -> None:
-    """Raise ConfigError if a run guarantees less privacy than the site requires."""
+    """Raise ConfigError if a run guarantees less privacy than the site requires.
+
+    A site with `epsilon` requires that no part leaves unprotected, and that the run's ε and δ are
+    at most the site's. Without it, nothing is required.
+    """
     if setup.epsilon is None:
         return
     privacy = config.privacy
@@ -401,7 +409,8 @@ def build_client(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision
         A local engine with this one client, and the precision of its computations.
 
     Raises:
-        ConfigError: If the run asks for more than the site allows.
+        ConfigError: If the run asks for more than the site allows, or client, architecture, classes
+            or image shape are not those of the site.
     """
     config = _require_consent(setup, session["config"])
     spec = Spec.of(session["spec"])
@@ -565,7 +574,10 @@ def _some(classes: Sequence[str]) -> str:
 
 
 def _pool_statistics(hellos: Sequence[Hello]) -> Spec:
-    """Return the spec with the pixel statistics of all sites' images together."""
+    """Return the spec with the pixel statistics of all sites' images together.
+
+    Sites are weighted by their numbers of images. Equal specs are returned as they are.
+    """
     specs = {hello.spec for hello in hellos}
     if len(specs) == 1:
         return specs.pop()
@@ -596,7 +608,8 @@ def build_server(
         The server, and the run's data; none if all data belongs to the sites.
 
     Raises:
-        ConfigError: If the algorithm needs a site's network at the server, which cannot build it.
+        ConfigError: If the algorithm needs a site's network at the server, which cannot build it,
+            or a site has other public images than the server.
     """
     device = resolve_device(config.device)
     algorithm = config.algorithm

@@ -108,7 +108,7 @@ class ProgressFile:
         return nullcontext()
 
     def advance(self, amount: float) -> None:
-        """Add to the progress; the file is written once per second at most."""
+        """Add to the progress, up to 1; the file is written once per second at most."""
         self.done = min(1.0, self.done + amount)
         if time.monotonic() > self._written + 1:
             self._write()
@@ -123,19 +123,26 @@ class ProgressFile:
 
 
 def allow(path: Path, seconds: float) -> None:
-    """Write to a heartbeat file that its process may be silent for this long."""
+    """Write to a heartbeat file that its process may be silent for `seconds` from now."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(repr(time.monotonic() + seconds))
     temporary.rename(path)
 
 
 def overdue(path: Path) -> bool:
-    """Return whether a process is silent for longer than its heartbeat file allows."""
+    """Return whether a process is silent for longer than its heartbeat file allows.
+
+    Raises:
+        OSError: If there is no such file; ValueError if it holds no number.
+    """
     return time.monotonic() > float(path.read_text())
 
 
 def seconds_since(path: Path, call: str) -> float:
     """Return the seconds since a call was first begun, over all restarts.
+
+    A call other than the remembered one begins now: it is remembered in its place, and the result
+    is 0.
 
     Args:
         path: The file that remembers the call.

@@ -85,7 +85,11 @@ class Site:
         self.unseen: tuple[dict[str, float], list[bool]] | None = None
 
     def answer(self, request: Payload) -> Payload:
-        """Return the reply to a request; errors become a reply with key "error"."""
+        """Return the reply to a request, "hello" or a call; no exception is raised.
+
+        An error becomes a reply with the key "error". After a failed call, the next one restores
+        the client from disk.
+        """
         if request["ask"] == "hello":
             try:
                 self._require_budget()
@@ -105,7 +109,13 @@ class Site:
         """Run a method of the algorithm, save the client's memory, return the reply.
 
         A call that was answered before is not run again: its reply is repeated. The requested
-        evaluation is run at once, and sent along.
+        evaluation is run at once, and sent along. What the call releases is in the ledger before it
+        returns.
+
+        Raises:
+            BarterError: If the algorithm does not declare the method, the request is too large
+                for the consent, or the session does not fit. Errors of the client's own computation
+                become part of the reply.
         """
         session = request["session"]
         round = request["round"]
@@ -178,7 +188,7 @@ class Site:
         return {**reply, "error": f"{where}{reply['error']}"}
 
     def _without_results(self, evaluation: dict[str, float]) -> dict[str, float]:
-        """Return an evaluation, of a quiet site reduced to the spent privacy budget."""
+        """Return an evaluation; that of a quiet site has only the ε spent."""
         return {
             name: value for name, value in evaluation.items() if not self.quiet or name == EPSILON
         }
@@ -285,7 +295,7 @@ class Site:
         return self._now.with_name("start.safetensors")
 
     def _require_budget(self) -> None:
-        """Raise PrivacyError if the budget over all runs is spent."""
+        """Raise PrivacyError if the budget over all runs is spent; no budget is no limit."""
         if self.budget is None:
             return
         spent = total_epsilon(self.ledger.account(), self.budget.delta)
@@ -304,7 +314,8 @@ class Site:
     def _note_hello(self, hello: Payload) -> None:
         """Note in the ledger, once, that a hello reveals the mean of pixels.
 
-        It does so if the site has data of its own and does not withhold the mean.
+        It does so if the site has data of its own and does not withhold the mean (`careful`). The
+        note is not about a run: its id is empty.
         """
         release = describe_part(PIXELS, None)
         is_known = release in self.ledger.runs().get("", RunAccount()).released
@@ -415,7 +426,10 @@ class Site:
 
 
 def _value(tree: Mapping[str, Any], key: str) -> str:
-    """Return a value of a configuration as text; dots in its key lead into tables."""
+    """Return a value of a configuration as text; dots in its key lead into tables.
+
+    It is "no value" if there is no such key.
+    """
     if key in tree:
         return repr(tree[key])
     for name, table in tree.items():

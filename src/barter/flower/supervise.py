@@ -91,7 +91,10 @@ class Child:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process; it ends with this one."""
+        """Start the process; on Linux it gets SIGTERM when this one ends.
+
+        Its output is appended to the log.
+        """
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 self.command,
@@ -108,7 +111,10 @@ class Child:
         return None if self.process is None else self.process.poll()
 
     def stop(self, patience: float = 10.0) -> None:
-        """Send SIGTERM, and SIGKILL if the process runs on after `patience` seconds."""
+        """Send SIGTERM, and SIGKILL if the process runs on after `patience` seconds.
+
+        Processes that it started are killed too. Nothing happens if it was not started.
+        """
         if self.process is None:
             return
         for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -175,7 +181,11 @@ class RestartingChild(Child):
                 )
 
     def _schedule_restart(self, now: float, status: int) -> None:
-        """Set the time of the next start, and log why the process ended."""
+        """Set the time of the next start, and log why the process ended.
+
+        The pause is 1 s after a process that ran for more than `SETTLED` seconds; otherwise it
+        doubles each time, up to `LONGEST_PAUSE`.
+        """
         was_successful = now - self.started > SETTLED
         self.pause = 1.0 if was_successful else min(LONGEST_PAUSE, 2 * self.pause or 1.0)
         self.due = now + self.pause
@@ -231,14 +241,18 @@ class WatchedChild(RestartingChild):
 
 
 def free_port() -> int:
-    """Return a port at which no process listens now."""
+    """Return a port of 127.0.0.1 at which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def load_setup(path: Path) -> Setup:
-    """Read a site's configuration from its site.toml."""
+    """Read a site's configuration from its site.toml.
+
+    Raises:
+        ConfigError: The file is missing or not TOML, a key is unknown, or a value is out of range.
+    """
     values = read_toml(path)
     consent = values.get("consent", {})
     if not isinstance(consent, Mapping):
@@ -295,6 +309,8 @@ def _only_one(setup: Setup, site_folder: Path) -> Iterator[None]:
 
     Two processes with one key receive each other's messages, and their memories diverge. The lock
     is named after the site's identity, because a lock inside the folder would be copied with it.
+
+    If the lock cannot be made, a warning says so, and the site runs without it.
 
     Raises:
         ConfigError: If the site is running already.
@@ -471,7 +487,8 @@ def _supervise(
 def uses_supernode(setup: Setup) -> bool:
     """Return whether to use Flower's own SuperNode instead of barter's node.
 
-    It is used if the site's configuration says so, or if the installed Flower is not supported.
+    It is used if the site's configuration says so, or if the installed Flower is not supported,
+    with a warning.
     """
     if setup.supernode:
         return True

@@ -202,7 +202,9 @@ def _read_counts(text: str) -> dict[str, int]:
 
 
 def _add_line(runs: dict[str, RunAccount], line: Mapping[str, Any]) -> None:
-    """Add a line of the ledger to the account of its run; the smallest δ of a run counts.
+    """Add a line of the ledger to the account of its run.
+
+    The smallest δ of a run counts.
 
     Raises:
         ValueError: If a number of releases is negative. Missing fields raise LookupError.

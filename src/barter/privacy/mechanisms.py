@@ -269,7 +269,7 @@ class Response(Mechanism):
         return account.PureRelease(self.epsilon)
 
     def keep(self, classes: int) -> float:
-        """Return the probability that the true label is released, e^ε / (e^ε + classes - 1)."""
+        """Return e^ε / (e^ε + classes - 1), the probability to release the true label."""
         return 1 / (1 + (classes - 1) * math.exp(-self.epsilon))
 
     def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:

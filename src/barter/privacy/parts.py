@@ -34,7 +34,7 @@ def answer_parts(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
 
 
 def answer_fields(answer: Schema) -> Mapping[str, Schema]:
-    """Return the keys of an answer's first TypedDict with their types; empty without one."""
+    """Return the keys of an answer's first TypedDict with their types, or {}."""
     record = find_record(answer)
     return {} if record is None else record.fields
 

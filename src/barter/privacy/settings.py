@@ -192,7 +192,7 @@ def _training(text: str) -> Training:
 
 
 def _require_protection(epsilon: float) -> None:
-    """Raise ConfigError if an ε, for which noise is to be found, is above LARGEST_EPSILON."""
+    """Raise ConfigError if ε exceeds LARGEST_EPSILON and so protects nothing."""
     if epsilon > LARGEST_EPSILON:
         raise ConfigError(
             f"privacy.epsilon={epsilon:g}: such an epsilon protects nothing, so no noise is found "

@@ -32,7 +32,7 @@ def statement_cells(statement: Statement) -> tuple[tuple[str, ...], list[list[st
 
 
 def _protection(row: ReleaseRow) -> str:
-    """Return how a part is protected; "nothing" if its ε is infinite without protection."""
+    """Return how a part is protected, or that it is not or needs no protection."""
     if row.protection:
         return row.protection
     return "nothing" if math.isinf(row.epsilon) else "independent of any image"

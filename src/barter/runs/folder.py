@@ -155,8 +155,9 @@ class RunFolder:
         self._lock.close()
 
     def discard(self) -> None:
-        """Release and remove the folder of a run that never began, if this object created it.
+        """Remove the folder of a run that never began, if this object created it.
 
+        The lock is released in any case.
         A folder with other files in it, such as records or checkpoints, stays as it is. One that
         existed before the run is emptied and stays.
         """

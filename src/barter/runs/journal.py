@@ -116,9 +116,10 @@ def _alive(process: int) -> bool:
 
 
 def _lines(path: Path, check: Callable[[], None]) -> Iterator[tuple[str, Any]]:
-    """Yield the lines of a file that grows, without end; call `check` while there is none.
+    """Yield the lines of a file that grows, and call `check` while there is none.
 
-    The file need not exist yet. A line is yielded once it is complete.
+    This never ends unless `check` raises. The file need not exist yet. A line is yielded once it is
+    complete.
     """
     while not path.exists():
         check()

@@ -79,9 +79,9 @@ class Selection:
         self.measured: list[int] = []  # rounds that recorded a validation accuracy
 
     def add(self, record: Round) -> None:
-        """Update the best round with a finished round's validation accuracy, if it has one.
+        """Update the best round with a finished round's validation accuracy.
 
-        A round as good as the best one does not replace it.
+        A round without one is ignored, and one as good as the best does not replace it.
         """
         value = validation_accuracy(record)
         if value is None:

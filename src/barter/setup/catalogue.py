@@ -29,7 +29,7 @@ CHOICES = {
 
 
 def _source(*parts: str) -> ast.Module:
-    """Parse a module of this package, such as ("core", "metrics"), without importing it."""
+    """Parse a module of this package, such as ("core", "metrics"), unimported."""
     return ast.parse(PACKAGE.joinpath(*parts).with_suffix(".py").read_text())
 
 
@@ -157,7 +157,7 @@ def _dataclasses(tree: ast.Module) -> list[ast.ClassDef]:
 
 
 def _fields(kind: ast.ClassDef) -> list[str]:
-    """Return the names of a dataclass's own fields; ClassVar and inherited ones are none."""
+    """Return the names of a dataclass's fields without ClassVar and inherited ones."""
     annotated = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
     return [
         ast.unparse(node.target)

@@ -54,7 +54,10 @@ def initial_network(name: str, spec: Spec, seed: int, own: Own | None = None) ->
 
 
 def narrowed_name(name: str, share: float) -> str:
-    """Return the name of a network of this share of its width: NAME, or NAME@SHARE below 1."""
+    """Return the name of a network with this share of its architecture's width.
+
+    It is the architecture's name, followed by @SHARE if the share is not 1.
+    """
     return name if share == 1 else f"{name}@{share:g}"
 
 

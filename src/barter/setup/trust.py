@@ -155,7 +155,9 @@ def note_consent(run: Path, names: Collection[str]) -> None:
 
 
 def _records() -> Path:
-    """Return the folder for the records of this user, under XDG_STATE_HOME if it is set.
+    """Return the folder for the records of this user.
+
+    It is in XDG_STATE_HOME if that is set, otherwise in ~/.local/state.
 
     Raises:
         RuntimeError: It is not set, and the user has no home folder.
