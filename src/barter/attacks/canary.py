@@ -76,9 +76,9 @@ class EpsilonBound:
 
     @property
     def is_broken(self) -> bool:
-        """Return whether the guarantee is broken.
+        """Return whether the guarantee is broken: more is proved than stated.
 
-        An ε that assumes something else to be public is none.
+        An ε that assumes something else to be public is no guarantee, and cannot be broken.
         """
         return self.proved > self.stated and not self.given
 
@@ -87,6 +87,9 @@ def prove_epsilon(
     without: Tensor, including: Tensor, delta: float, confidence: float = CONFIDENCE
 ) -> tuple[float, tuple[float, float], tuple[float, float]]:
     """Return a lower bound of ε, and intervals of the hit and false-alarm rates.
+
+    A threshold is chosen among quantiles of every second try's scores; the bound is that of the
+    other tries, and at least 0.
 
     Args:
         without: The attacker's scores of tries with one image.
@@ -111,6 +114,8 @@ def _bound_at(
     scores: Sequence[Tensor], threshold: float, above: bool, delta: float, confidence: float
 ) -> tuple[float, tuple[float, float], tuple[float, float]]:
     """Return the lower bound of ε by one threshold, and the intervals of both rates.
+
+    The bound is log((least hit rate - δ) / largest false-alarm rate); it may be negative.
 
     Args:
         scores: Scores without and with the image.
@@ -252,7 +257,11 @@ class Game:
         return {name: torch.cat(vectors) for name, vectors in found.items()}
 
     def _flat(self, answer: Payload) -> Tensor:
-        """Return all numbers of an answer in one vector; labels are one-hot."""
+        """Return all numbers of an answer in one vector; labels are one-hot.
+
+        Tensors that are not floats are taken for labels. Integers outside of tensors, strings and
+        None are left out.
+        """
         classes = self.client.data.spec.classes
         pieces = [torch.zeros(0, dtype=torch.float64)]
         for _, leaf in leaves(answer):
@@ -279,7 +288,10 @@ class Game:
         return guard
 
     def directions(self) -> dict[str, Tensor]:
-        """Return the difference that the image makes to each part without noise."""
+        """Return the difference that the image makes to each part, almost without noise.
+
+        It is summed over `QUIET_TRIES` rounds, and empty if the client was not asked in any.
+        """
         guard = self.quiet_guard()
         sums: dict[str, Tensor] = {}
         for number in range(QUIET_TRIES):
@@ -308,7 +320,8 @@ def play_canary_game(
         confidence: The probability with which each bound holds.
 
     Raises:
-        ConfigError: If nothing is protected, or there are too few tries.
+        ConfigError: If nothing is protected, there are fewer than 20 tries, or the client sends no
+            protected answer.
     """
     if not guard_of(experiment).promised:
         raise ConfigError(
@@ -355,8 +368,12 @@ def _score(
         game: The game.
         world: Which image the client holds.
         tries: The number of rounds.
-        directions: For each part, the difference that the image makes.
+        directions: For each part, the difference that the image makes; a score is the dot product
+            with it.
         monitor: Shows progress.
+
+    Raises:
+        ConfigError: If the server hardly ever asks the client, or a part's shape changes.
     """
     rows: list[list[float]] = []
     number = QUIET_TRIES + world
@@ -380,7 +397,8 @@ def _score(
 def _combine(scores: Sequence[Tensor]) -> list[Tensor]:
     """Return one score per try, with parts weighted by how well they discriminate.
 
-    Weights come from the half of the tries that the threshold is chosen on.
+    A weight is the difference of the means divided by the sum of the variances. Weights come from
+    the half of the tries that the threshold is chosen on.
     """
     without, including = (values[::2] for values in scores)
     spread = without.var(0) + including.var(0)
@@ -427,7 +445,8 @@ def canary_lines(
         monitor: Shows progress.
 
     Raises:
-        BarterError: If the guarantee is broken.
+        BarterError: If the guarantee is broken, after everything was yielded and saved.
+        ConfigError: If the game cannot be played, or the result cannot be saved.
     """
     bounds = play_canary_game(experiment, tries, images, monitor)
     table = Table(

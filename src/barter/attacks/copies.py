@@ -32,7 +32,11 @@ LIMIT = 2000  # synthetic images of each client whose nearest image is found
 
 
 def measure_copies(experiment: Experiment) -> list[Result]:
-    """Run the copy test on the last round, by pixels and by network features."""
+    """Run the copy test on the last round, by pixels and by network features.
+
+    Only clients count that made synthetic images from a part of their images. Without such a client
+    there is a single result with a note.
+    """
     values: dict[str, dict[int, dict[str, float]]] = {
         NEAREST_BY_PIXELS: {},
         NEAREST_BY_FEATURES: {},
@@ -78,7 +82,10 @@ def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, flo
 
 
 def wilson_interval(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion, as lower and upper limit."""
+    """Return Wilson's score interval of a proportion, as lower and upper limit.
+
+    There must be at least one trial.
+    """
     z = float(norm.ppf((1 + confidence) / 2))
     share = hits / trials
     scale = 1 + z * z / trials

@@ -30,6 +30,9 @@ def find_predictions(
 ) -> tuple[Tensor, Tensor] | None:
     """Find a client's predictions on public images.
 
+    They are the first float matrix (N, classes) in an answer whose method received a vector of N
+    integers, the indices.
+
     Args:
         answers: The client's answers by method.
         sent: The arguments of each method.
@@ -61,6 +64,9 @@ def extract_model(
     like: Classifier, public: Images, places: Tensor, predictions: Tensor
 ) -> Classifier:
     """Train a new network of the same architecture on predictions for public images.
+
+    Predictions that are no probabilities (non-negative, with sums of 1 within 1e-3) are taken for
+    logits. The network is returned frozen and in evaluation mode.
 
     Args:
         like: A network of the client's architecture; its weights are not used.

@@ -304,6 +304,8 @@ class _Attacker:
 def _guesses(real: Tensor, labels: Tensor, public: Images) -> dict[str, Tensor]:
     """Return baselines by class: the attacker's mean and nearest image of it.
 
+    For a class of which the attacker has no image, all of its images count.
+
     Args:
         real: The private images.
         labels: Their labels.
@@ -321,12 +323,12 @@ def _guesses(real: Tensor, labels: Tensor, public: Images) -> dict[str, Tensor]:
 
 
 def _nearest(wanted: Tensor, have: Tensor) -> Tensor:
-    """Return for each wanted image the nearest of the others."""
+    """Return for each wanted image the nearest of `have`, by Euclidean distance of pixels."""
     return have[torch.cdist(wanted.flatten(1), have.flatten(1)).argmin(1)]
 
 
 def denormalise(images: Tensor, spec: Spec) -> Tensor:
-    """Undo the normalisation of images; pixels are then between 0 and 1."""
+    """Undo the normalisation of images; pixels are then clamped to 0..1."""
     mean, deviation = channel_statistics(spec, images.device)
     return (images * deviation + mean).clamp(0, 1)
 

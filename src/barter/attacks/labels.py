@@ -115,7 +115,11 @@ def _counts_in_answers(
 
 
 def _class_counts(value: Payload, key: str, classes: int) -> Tensor | None:
-    """Return a value as class counts; None if it cannot be read as such."""
+    """Return a value as class counts; None if it cannot be read as such.
+
+    An integer vector under the key "classes" is a list of classes. Otherwise, a vector of one
+    non-negative number per class, not all 0, is taken for the counts.
+    """
     if not isinstance(value, Tensor):
         return None
     if key == "classes" and value.ndim == 1 and not value.is_floating_point():

@@ -22,7 +22,10 @@ WINDOW = 7  # side of the windows of SSIM in pixels
 
 
 def psnr(real: Tensor, made: Tensor) -> Tensor:
-    """Return each image's peak signal-to-noise ratio in dB, for pixels in 0..1."""
+    """Return each image's peak signal-to-noise ratio in dB, for pixels in 0..1.
+
+    It is -10 log10 of the mean squared error, and 100 for equal images.
+    """
     error: Tensor = (real - made).square().flatten(1).mean(1)
     return -10 * error.clamp(min=1e-10).log10()
 

@@ -93,6 +93,9 @@ def membership_attacks(
 ) -> list[Result]:
     """Run every membership attack that the clients' uploads allow.
 
+    Uploaded or learnt networks allow the loss threshold and RMIA, uploaded rows and images the
+    nearest of them. Without any, there is a single result with a note.
+
     Args:
         experiment: The attacked run.
         uploads: What each client uploaded.
@@ -154,8 +157,8 @@ def label_likelihood(network: Classifier, images: Images) -> Tensor:
 def rmia_scores(own: Tensor, shadows: Tensor, own_public: Tensor, shadows_public: Tensor) -> Tensor:
     """Return the RMIA score of each image.
 
-    This is the fraction of public images with a smaller likelihood ratio between the attacked and
-    the shadow networks.
+    This is the fraction of public images whose likelihood ratio between the attacked and the mean
+    of the shadow networks is not larger.
 
     Args:
         own: Log-likelihoods of the images under the attacked network.

@@ -70,7 +70,7 @@ class Upload:
 
     @property
     def source(self) -> str:
-        """The origin of the network."""
+        """Return the origin of the network: "weights", or that it was learnt."""
         return "network learnt from predictions" if self.learnt else "weights"
 
 
@@ -88,7 +88,10 @@ def guard_of(experiment: Experiment) -> Guard:
 
 
 def collect_uploads(experiment: Experiment) -> dict[int, Upload]:
-    """Run one more round and return what each client uploaded in it."""
+    """Run one more round and return what each client uploaded in it.
+
+    Clients that uploaded nothing are left out. The run's wire records from now on.
+    """
     wire = RecordingWire(experiment.algorithm.may_be_infinite)
     experiment.engine.wire = wire
     experiment.step()

@@ -46,7 +46,13 @@ def make_console(*, wide: bool = False) -> Console:
 def requested_values(
     config: Path | None, algorithm: str | None, settings: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return a configuration file's plain values, changed by --algorithm and --set."""
+    """Return a configuration file's plain values, changed by --algorithm and --set.
+
+    Without a file they are those options alone. --set wins over --algorithm.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting is malformed or unknown.
+    """
     first = [] if algorithm is None else [f"algorithm.name={algorithm}"]
     return with_settings({} if config is None else open_config(config), [*first, *(settings or [])])
 
@@ -54,7 +60,10 @@ def requested_values(
 def open_config(config: Path) -> dict[str, Any]:
     """Return a configuration file's values; add its folder to the import path.
 
-    So module:Class in a configuration is also found next to the file.
+    So module:Class in a configuration is also found next to the file, after everything else.
+
+    Raises:
+        ConfigError: The file is missing, cannot be read, or is not TOML.
     """
     values = read_toml(config)
     folder = str(config.parent.absolute())
@@ -64,7 +73,11 @@ def open_config(config: Path) -> dict[str, Any]:
 
 
 def parse_round(text: str) -> Which:
-    """Parse the value of --round: "best", "last" or a number from 1 on."""
+    """Parse the value of --round: "best", "last" or a number from 1 on.
+
+    Raises:
+        ConfigError: It is anything else.
+    """
     if text == "last":
         return "last"
     if text == "best":

@@ -264,13 +264,16 @@ def introduce(setup: Setup, toml: str) -> Payload:
 
 
 def _architecture(setup: Setup, config: Config) -> str:
-    """Return the site's network: its own, or the run's for its share (client 0's without)."""
+    """Return the site's network: its own, or the run's for its share.
+
+    Without a share, it is that of client 0.
+    """
     share = setup.share or 0
     return setup.model or architecture_names(config.algorithm, config.models, config.clients)[share]
 
 
 def _data(setup: Setup, config: Config) -> Data:
-    """Return the run's data configuration, with this site's folder of data sets if set."""
+    """Return the run's data configuration, with the site's `root` if it has one."""
     return dataclasses.replace(config.data, root=setup.root or config.data.root)
 
 

@@ -157,7 +157,10 @@ def learning_chart(records: Sequence[Round], metric: str, names: Sequence[str]) 
 
 
 def gain_chart(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
-    """Draw each client's local-only accuracy and its last one, connected by a line."""
+    """Draw each client's local-only accuracy and its last one, connected by a line.
+
+    Clients with one of the two have a point only. Those that never took part have open circles.
+    """
     clients = range(len(names))
     before = accuracy_gain(records, metric).before
     after = last_accuracies(records, metric)
@@ -380,7 +383,10 @@ def seed_chart(results: Results, metric: str) -> go.Figure:
 
 
 def price_chart(results: Results, metric: str) -> go.Figure:
-    """Draw the final value of a metric over the traffic, with a point per run."""
+    """Draw the final value of a metric over the traffic, with a point per run.
+
+    The axis of traffic is logarithmic if the largest is at least ten times the smallest.
+    """
     ticks, precise = _formats(metric)
     figure = _figure("bytes, both ways", ticks)
     totals = {
@@ -433,7 +439,7 @@ def _longest(lines: Mapping[str, Mapping[int, Curve]]) -> int:
 
 
 def _line(i: int) -> dict[str, str]:
-    """Return colour and dash of the i-th line."""
+    """Return colour and dash of the i-th line; the dash changes when colours repeat."""
     return {
         "color": COLOURS[i % MAX_COLOURED_LINES],
         "dash": ("solid", "dash", "dot")[i // MAX_COLOURED_LINES % 3],

@@ -29,6 +29,9 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
         run: The run's folder.
         out: The folder for the sheets.
         columns: The number of images of each client.
+
+    Raises:
+        ConfigError: There are no such images, or the folder cannot be made.
     """
     name = type(read_run(run).algorithm).__name__
     for t, rows in pictures(run, columns):
@@ -84,7 +87,7 @@ def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[ImageRow]]]:
 
 
 def _make(folder: Path) -> None:
-    """Create a folder."""
+    """Create a folder and its parents, unless it exists; raise ConfigError on failure."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -121,7 +124,11 @@ def _choose_indices(labels: Tensor, columns: int, indices: Tensor) -> Tensor:
 
 
 def _spread(labels: Tensor, columns: int) -> Tensor:
-    """Choose images to show: one of every class, then a second of each, and so on."""
+    """Choose images to show: one of every class, then a second of each, and so on.
+
+    Returns:
+        At most `columns` indices; within a turn by class, of a class the first images.
+    """
     counts: dict[int, int] = {}
     ranks = []
     for label in labels.tolist():

@@ -114,6 +114,7 @@ def write_page(to: Path, content: str) -> None:
 
     Raises:
         ConfigError: The file exists and is not a report.
+        CheckpointError: The file cannot be read or written.
     """
     with convert_disk_errors(to):
         known = not to.exists() or MARK.encode() in to.read_bytes()[:1000]
@@ -123,12 +124,12 @@ def write_page(to: Path, content: str) -> None:
 
 
 def text_block(*paragraphs: str) -> str:
-    """Return the HTML of paragraphs of plain text."""
+    """Return the HTML of paragraphs of plain text, which is escaped."""
     return "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
 
 
 def code(content: str) -> str:
-    """Return the HTML of preformatted text."""
+    """Return the HTML of preformatted text, which is escaped."""
     return f"<pre>{escape(content)}</pre>"
 
 
@@ -201,7 +202,7 @@ def table(
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
-    """Return whether all known cells of a column are quantities."""
+    """Return whether all known cells of a column are quantities; False if none is known."""
     known = [cell for cell in cells if cell not in _MISSING]
     return bool(known) and all(_QUANTITY.fullmatch(cell) for cell in known)
 
@@ -218,7 +219,7 @@ def chart(title: str, figure: go.Figure) -> str:
 
 
 def side_by_side(*parts: str) -> str:
-    """Return HTML with parts side by side where the screen is wide enough."""
+    """Return HTML with parts (HTML) side by side where the screen is wide enough."""
     return f"<div class=pair>{''.join(parts)}</div>"
 
 

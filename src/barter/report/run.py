@@ -90,7 +90,10 @@ class Split:
         self._read = False
 
     def read(self) -> None:
-        """Compute the split from the data; only the first call does."""
+        """Compute the split from the data; only the first call does.
+
+        Nothing is downloaded. If the data are not here, `unknown` says why, and nothing is raised.
+        """
         if self._read:
             return
         self._read = True
@@ -246,7 +249,10 @@ def _names(config: Config) -> list[str]:
 
 
 def make_tiles(rounds: Sequence[Round]) -> list[Tile]:
-    """Return the cards of a run: accuracies, the primary model's first, and costs."""
+    """Return the cards of a run: accuracies, the primary model's first, and costs.
+
+    A card on participation is added if some clients never took part.
+    """
     of_clients = [card for test in TEST_TITLES if (card := _clients_card(rounds, test)) is not None]
     of_server = [card for card in [_server_card(rounds)] if card is not None]
     last = rounds[-1]
@@ -286,7 +292,8 @@ def _server_card(rounds: Sequence[Round]) -> Tile | None:
 def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
     """Return the card of the clients' mean accuracy and gain over local only.
 
-    The gain is the mean over the clients that have both values.
+    The accuracy is that of the last round that evaluated a client; None if there is none. The gain
+    is the mean over the clients that have both values.
     """
     last = next((r for r in reversed(rounds) if r.values(test)), None)
     if last is None:
@@ -307,14 +314,17 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
 
 
 def _idle(rounds: Sequence[Round]) -> set[int]:
-    """Return the clients that took part in no round."""
+    """Return the clients that took part in no round; none if no record says who did."""
     active = participants(rounds)
     # Records without participants do not say which clients took part.
     return set(rounds[-1].clients) - active if active else set()
 
 
 def _privacy(run: Path) -> list[Section]:
-    """Return the section with what clients released, and the guarantee that follows."""
+    """Return the section with what clients released, and the guarantee that follows.
+
+    The list is empty if the run has no privacy statement.
+    """
     if not (run / PRIVACY).is_file():
         return []
     statement = Statement.read(run / PRIVACY)
@@ -360,7 +370,10 @@ def _costs(
 
 
 def phase_seconds(rounds: Sequence[Round]) -> dict[str, list[float]]:
-    """Return the seconds of every phase in each round, and those between phases."""
+    """Return the seconds of every phase in each round, and those between phases.
+
+    A phase that a round lacks took 0 s. Those between phases are "the rest", at least 0.
+    """
     parts = [{key: s for key, s in r.seconds.items() if key != "round"} for r in rounds]
     rest = [
         max(0.0, r.seconds["round"] - sum(part.values()))
@@ -548,7 +561,8 @@ def _gallery(run: Path) -> Section:
 def _encode_row(row: ImageRow) -> tuple[str, bytes]:
     """Encode private images above synthetic ones; return format and bytes.
 
-    Small images are stored without loss.
+    Images of up to `LOSSLESS_SIDE` pixels are stored as PNG, without loss, others as JPEG; those
+    larger than `SIDE` are scaled down to it.
     """
     _, private, synthetic, _ = row
     lines = [images for images in (private, synthetic) if images is not None]

@@ -28,7 +28,7 @@ UNITS = (
 
 
 def time_unit(seconds: Iterable[float]) -> Unit:
-    """Return the unit that suits the longest of several times."""
+    """Return the largest unit that is not longer than the longest of several times."""
     longest = max(seconds, default=0.0)
     return next(unit for unit in reversed(UNITS) if longest >= unit.start)
 
@@ -36,7 +36,8 @@ def time_unit(seconds: Iterable[float]) -> Unit:
 def format_seconds(seconds: float) -> str:
     """Format a time with its unit; short times get more digits.
 
-    >>> elapsed(0.0312), elapsed(1.57), elapsed(75.2)
+    >>> from barter.report.units import format_seconds
+    >>> format_seconds(0.0312), format_seconds(1.57), format_seconds(75.2)
     ('31 ms', '1.6 s', '1 min 15 s')
     """
     if round(seconds, 3) < 1:

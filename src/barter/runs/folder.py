@@ -157,9 +157,8 @@ class RunFolder:
     def discard(self) -> None:
         """Remove the folder of a run that never began, if this object created it.
 
-        The lock is released in any case.
-        A folder with other files in it, such as records or checkpoints, stays as it is. One that
-        existed before the run is emptied and stays.
+        The lock is released in any case. A folder with other files in it, such as records or
+        checkpoints, stays as it is. One that existed before the run is emptied and stays.
         """
         self.release()
         found = {child.name for child in self.path.iterdir()} if self.path.is_dir() else set()

@@ -39,7 +39,7 @@ BAR = 30  # width of a notebook's bar in characters
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes with a decimal unit: `12 B`, `3 kB`, `1.2 MB`, `4.0 GB`."""
+    """Format a number of bytes with a decimal unit: `12 B`, `3 kB`, `1.2 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             break
