@@ -61,7 +61,11 @@ class Broadcast(Algorithm[S, C]):
         server.heard = list(clients.run(self.receive, server.average))
 
     def common_start(self, server: S, active: Clients) -> State:
-        """Return the weights that all clients started this round from."""
+        """Return the weights that all clients started this round from.
+
+        They are the last average; before there is one, the initial weights of the first client's
+        architecture.
+        """
         if server.average:
             return server.average
         return self.outgoing(server.architectures[active[0]]())
@@ -79,7 +83,7 @@ class Broadcast(Algorithm[S, C]):
         return self.outgoing(client.model)
 
     def begin(self, client: C, w: State) -> None:
-        """Load the weights from which the client's training starts."""
+        """Load the weights from which the client's training starts; others stay."""
         client.model.load_state_dict({**client.model.state_dict(), **w})
 
     def train(self, client: C) -> None:

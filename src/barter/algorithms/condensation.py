@@ -113,7 +113,11 @@ class Condensation(Algorithm[Server, Condenser]):
         return pack_lot(data, sizes, images)
 
     def report_variety(self, client: Condenser, images: Tensor, labels: Tensor) -> None:
-        """Report the variety of condensed images and of originals of their classes."""
+        """Report the variety of condensed images and of originals of their classes.
+
+        The originals are the first `batch_size` images of each class; their measures are named
+        own_NAME. See `variety`.
+        """
         members = [
             (client.data.labels == c).nonzero()[: self.batch_size, 0] for c in torch.unique(labels)
         ]

@@ -231,7 +231,10 @@ class DENSE(Algorithm[Archive]):
         return Images(server.pixels[0], server.labels[0], server.spec)
 
     def distil(self, server: Archive, ensemble: Ensemble, shares: Tensor) -> None:
-        """Distil the ensemble into the server's model in one pass over stored images."""
+        """Distil the ensemble into the server's model in one pass over stored images.
+
+        The targets are the ensemble's logits, weighted by `shares` (clients, classes).
+        """
         images = self.images(server)
         index = torch.arange(len(images), device=server.device)
 

@@ -316,7 +316,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
-        """Translate `embeddings` and `transfer = "public"` of older versions to `reveal`."""
+        """Translate `embeddings` and `transfer = "public"` of older versions to `reveal`.
+
+        Embeddings of "noise" become reveal="nothing" unless `reveal` is given; other values of the
+        field are dropped. Public transfer images become reveal="nothing", substitute="public".
+        """
         kept = {name: value for name, value in fields.items() if name != "embeddings"}
         upgraded = super().upgrade(kept)
         if fields.get("embeddings") == "noise":
@@ -374,7 +378,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return count_views(parts_per_side(self.parts, known.spec))
 
     def offer_size(self, examples: int) -> int:
-        """Return how many of its `examples` images a client offers."""
+        """Return how many of its `examples` images a client offers.
+
+        It is share * examples, rounded up, at least 2, and at most all.
+        """
         return min(max(2, math.ceil(self.share * examples)), examples)
 
     def lesson_bytes(self, known: Known) -> int:
@@ -434,7 +441,14 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return log_class_prior(client.data) if self.balanced else None
 
     def learn(self, client: DFFKEClient) -> Offer:
-        """Train locally and return what the server makes transfer data from."""
+        """Train locally and return what the server makes transfer data from.
+
+        That is the number of offered images, with inversion the weights, and what `reveal` asks
+        for: embeddings and labels of random images, mixtures of these, or their statistics.
+
+        Raises:
+            ConfigError: If statistics are asked for, and no class has enough images.
+        """
         self.train(client)
         data = client.data
         examples = self.offer_size(len(data))
@@ -637,14 +651,28 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return subjects
 
     def augment(self, data: Images) -> Augment:
-        """Return the client's augmentation in training, scaled to the width of transfer images."""
+        """Return the client's augmentation in training, scaled to the width of transfer images.
+
+        Without `augmented` there is none.
+        """
         width = decoder_side(data.spec) if self.inverts else data.spec.width
         return data.augment.rescale(data.side, width) if self.augmented else Augment()
 
     def exchange_loss(
         self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor
     ) -> Tensor:
-        """Return the divergence from a peer's logits on a batch of its images (Eqs. 13 and 14)."""
+        """Return the divergence from a peer's logits on a batch of its images (Eqs. 13 and 14).
+
+        It is KL(peer ‖ student) if `direction` is "teacher", otherwise KL(student ‖ peer). With
+        `embedding_loss` the mean squared error of docked embeddings is added.
+
+        Args:
+            model: The student, of which only the head is used.
+            features: Its features of the images.
+            target: The peer's logits.
+            *docked: With `embedding_loss`, the peer's docked embeddings, and weight and bias of the
+                student's docking layer.
+        """
         student = model.logits(features)
         loss = kl(target, student) if self.direction == "teacher" else kl(student, target)
         if self.embedding_loss:
@@ -653,7 +681,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return loss
 
     def select_offers(self, server: DFFKEServer, offers: Replies[Offer]) -> Replies[Offer]:
-        """Leave out offers whose labels contradict their embeddings, if the run has a defence."""
+        """Leave out offers whose labels contradict their embeddings, if the run has a defence.
+
+        Without embeddings in the offers, all stay. See `clients_with_consistent_labels`.
+        """
         if not self.embeds:
             return offers
         chosen = clients_with_consistent_labels(
@@ -671,7 +702,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         offers: Mapping[int, Offer],
         lessons: Mapping[int, Lesson],
     ) -> list[int]:
-        """Return the clients to learn from: all, or with a defence those that others confirm."""
+        """Return the clients to learn from: all, or with a defence those that others confirm.
+
+        If the server has no networks of clients to confirm with, it is all. See
+        `confirmed_teachers`.
+        """
         if not self.inverts:
             return list(lessons)
         logits = {}

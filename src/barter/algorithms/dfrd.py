@@ -144,7 +144,10 @@ def moving_average(slow: State, now: State, momentum: float) -> State:
 
 @contextmanager
 def use_average(server: Distiller) -> Iterator[None]:
-    """Give the server's model the averaged weights, before fine-tuning, in the block."""
+    """Give the server's model the averaged weights, before fine-tuning, in the block.
+
+    It has the fine-tuned ones again after it, unless the block raises.
+    """
     tuned = copy_state(server.model)
     server.model.load_state_dict(server.averaged)
     yield
@@ -401,7 +404,11 @@ class DFRD(PartialTraining[Distiller]):
         return loss * self.temperature**2 if self.square_temperature else loss
 
     def remember(self, server: Distiller, generator: MergeGenerator) -> None:
-        """Store the generator and move its slow copy towards it (Eq. 6)."""
+        """Store the generator and move its slow copy towards it (Eq. 6).
+
+        The first slow copy starts from the generator itself if `slow_start` is "copy", otherwise
+        from zero.
+        """
         now = copy_state(generator)
         if server.slow:
             slow = server.slow

@@ -56,7 +56,10 @@ class DSFL(PublicDistillation):
         return sgd(self.lr)
 
     def compute_targets(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        """Sharpen the mean, train the server's model on it, and return it."""
+        """Sharpen the mean, train the server's model on it, and return it.
+
+        Without a temperature, the mean is only normalised to sum to 1.
+        """
         target = mean / mean.sum(1, keepdim=True)
         if self.temperature is not None:
             target = reduce_entropy(mean, self.temperature)

@@ -246,7 +246,10 @@ class FedAF(Condensation):
         return Collaboration(v[classes], known, self.lambda_loc, self.projections)
 
     def train(self, server: Server, lots: Replies[Labelled]) -> None:
-        """Train the global model on all condensed images and soft labels."""
+        """Train the global model on all condensed images and soft labels.
+
+        A defence may leave clients out (`trusted_sets`). Without images nothing is trained.
+        """
         lots = lots.only(trusted_sets(server, lots))
         images, labels = concatenate_lots(lots.values())
         server.report["condensed"] = len(labels)

@@ -101,7 +101,10 @@ class FedDF(Algorithm):
         clients.only(receivers).scatter(self.receive, receivers)
 
     def learn(self, client: Client) -> State:
-        """Train the client's network on its own data and return its weights."""
+        """Train the client's network on its own data and return its weights.
+
+        The metrics before the exchange are reported.
+        """
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
         record_before_exchange(client)
         return client.model.state_dict()

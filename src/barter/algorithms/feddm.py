@@ -80,7 +80,10 @@ class FedDM(Condensation):
         )
 
     def train(self, server: Server, lots: Replies[Lot]) -> None:
-        """Train the global model on all clients' condensed images."""
+        """Train the global model on all clients' condensed images.
+
+        A defence may leave clients out (`trusted_sets`). Without images nothing is trained.
+        """
         images, labels = concatenate_lots(lots[k] for k in trusted_sets(server, lots))
         server.report["condensed"] = len(labels)
         if len(labels):

@@ -48,7 +48,7 @@ class Beginner(Client):
 
 
 def absolute_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the mean absolute difference of logits."""
+    """Return the mean absolute difference of logits, over images and classes."""
     return F.l1_loss(logits, target)
 
 

@@ -122,7 +122,11 @@ class FedProto(OneWidth[S, Follower]):
         client.prototypes = [update_table(client.prototypes, prototypes)]
 
     def evaluate(self, client: Follower) -> dict[str, float]:
-        """Evaluate the client by the nearest prototype, and by its network's head."""
+        """Evaluate the client by the nearest prototype, and by its network's head.
+
+        Metrics by the head are named head_METRIC. A client without prototypes is evaluated by the
+        head alone, under the usual names.
+        """
         if not client.prototypes:
             return super().evaluate(client)
         report = client.report

@@ -147,7 +147,7 @@ def adversarial_loss(ensemble: Tensor, student: Tensor, tau: float) -> Tensor:
 
 
 def equilibrium(ensemble: Tensor) -> Tensor:
-    """Return L_info: minus the entropy of the clients' mean prediction."""
+    """Return L_info: minus the entropy of the ensemble's mean prediction over images."""
     p = ensemble.softmax(1).mean(0)
     return (p * (p + 1e-12).log()).sum()
 
@@ -643,7 +643,11 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         return scores
 
     def distil(self, client: Oracle, ensemble: Tensor) -> None:
-        """Learn from the ensemble's logits on the images of this and the last rounds."""
+        """Learn from the ensemble's logits on the images of this and the last rounds.
+
+        `memory` rounds are kept. If networks normalise by the batch, the statistics are then
+        recomputed from the client's own images.
+        """
         client.lessons = [*client.lessons, [torch.cat(client.batch), ensemble]][-self.memory :]
         client.batch = []
         model = client.model.train(self.rehearse or self.statistics == "batch")

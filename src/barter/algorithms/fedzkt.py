@@ -174,7 +174,11 @@ class FedZKT(Algorithm[Artist, Client]):
         active.only(distilled).scatter(self.receive, distilled)
 
     def learn(self, client: Client) -> State:
-        """Train the client's network on its own data and return its weights."""
+        """Train the client's network on its own data and return its weights.
+
+        A penalty of strength μ holds them near those before. The metrics before the exchange are
+        reported.
+        """
         fit(
             client,
             epochs=self.epochs,

@@ -154,7 +154,7 @@ class SharedHead(OneWidth[H, K]):
         load_head(client.model, client.head)
 
     def share_head(self, server: H, clients: Clients, head: State) -> None:
-        """Make this the shared head and send it to all clients."""
+        """Make this the shared head, send it to all clients, and note who has it."""
         server.head = head
         server.holders = list(clients.run(self.receive, head))
 
@@ -163,7 +163,11 @@ class SharedHead(OneWidth[H, K]):
         client.head = head
 
     def evaluate(self, client: K) -> dict[str, float]:
-        """Evaluate the client's network with its own head and with the shared one."""
+        """Evaluate the client's network with its own head and with the shared one.
+
+        Metrics with the shared head are named shared_METRIC; a client that never received one has
+        none.
+        """
         if not client.head:
             return super().evaluate(client)
         report = client.report

@@ -184,7 +184,7 @@ class PFedLA(Algorithm[Mixer]):
         return client.model.state_dict()
 
     def mix(self, server: Mixer, clients: Clients, k: int) -> State:
-        """Return all clients' models, mixed for client k."""
+        """Return the mean of all known clients' models, by layer, with the weights for client k."""
         hyper, own, known = self.hypernetwork(server, clients, k)
         with torch.no_grad():
             alpha = hyper(own, known)

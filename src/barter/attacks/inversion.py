@@ -323,7 +323,7 @@ def _guesses(real: Tensor, labels: Tensor, public: Images) -> dict[str, Tensor]:
 
 
 def _nearest(wanted: Tensor, have: Tensor) -> Tensor:
-    """Return for each wanted image the nearest of `have`, by Euclidean distance of pixels."""
+    """Return for each wanted image the nearest of `have`, by distance of pixels."""
     return have[torch.cdist(wanted.flatten(1), have.flatten(1)).argmin(1)]
 
 

@@ -202,7 +202,7 @@ def table(
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
-    """Return whether all known cells of a column are quantities; False if none is known."""
+    """Return whether all known cells of a column, at least one, are quantities."""
     known = [cell for cell in cells if cell not in _MISSING]
     return bool(known) and all(_QUANTITY.fullmatch(cell) for cell in known)
 

@@ -28,7 +28,10 @@ UNITS = (
 
 
 def time_unit(seconds: Iterable[float]) -> Unit:
-    """Return the largest unit that is not longer than the longest of several times."""
+    """Return the unit that suits the longest of several times.
+
+    It is the largest one whose `start` that time reaches; milliseconds without times.
+    """
     longest = max(seconds, default=0.0)
     return next(unit for unit in reversed(UNITS) if longest >= unit.start)
 
