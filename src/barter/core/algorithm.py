@@ -76,12 +76,15 @@ class ServerModel:
 
     @property
     def exists(self) -> bool:
-        """Return whether the server has a model that can be evaluated."""
+        """Return whether the server has a model that can be evaluated: "shared" or "own"."""
         return self.kind in ("shared", "own")
 
     @property
     def one_architecture(self) -> bool:
-        """Return whether all clients must have the same architecture."""
+        """Return whether all clients must have the same architecture.
+
+        That is so for "shared" and "personal".
+        """
         return self.kind in ("shared", "personal")
 
 
@@ -183,6 +186,8 @@ class Algorithm(Generic[S, C]):
     def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
         """Rename the fields of an older version's configuration to their present names.
 
+        `former_names` has them. Other fields stay, also unknown ones.
+
         Raises:
             ConfigError: A field is given under its former and its present name.
         """
@@ -193,7 +198,7 @@ class Algorithm(Generic[S, C]):
 
     @property
     def needs_public_data(self) -> bool:
-        """Return whether server and clients must have a public data set."""
+        """Return whether server and clients must have a public data set; by default not."""
         return False
 
     def budget(self, client: int, clients: int) -> float:
@@ -218,11 +223,17 @@ class Algorithm(Generic[S, C]):
         return network
 
     def outgoing(self, network: Classifier) -> State:
-        """Return the weights of a client's network that may be uploaded, by name."""
+        """Return the weights of a client's network that may be uploaded, by name.
+
+        By default all of its state.
+        """
         return network.state_dict()
 
     def setup(self, server: S, clients: Clients) -> None:
-        """Prepare the run; called once before the first round."""
+        """Prepare the run; called once before the first round, not when it is resumed.
+
+        By default nothing happens.
+        """
 
     def round(self, server: S, clients: Clients, t: int) -> None:
         """Run one communication round.
@@ -260,7 +271,10 @@ class Algorithm(Generic[S, C]):
         return None
 
     def evaluate_server(self, server: S, test: Images) -> dict[str, float]:
-        """Return the server model's metrics on a test set; empty without a model."""
+        """Return the server model's metrics on a test set; empty without a model.
+
+        The accuracy is named "global", whatever the test set.
+        """
         if server.model_or_none is None:
             return {}
         return score(server.model, test, "global", server.evaluation)

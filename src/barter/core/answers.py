@@ -150,6 +150,9 @@ def require_valid_answer(
 
     Returns:
         The paths inside the answer where the client claims a number of images.
+
+    Raises:
+        PayloadError: If the answer does not match.
     """
     return validate(answer, algorithm, method, sent, known).claims
 
@@ -417,6 +420,9 @@ class _Checker:
     def match_union(self, tree: Payload, schema: UnionSchema, path: str, sizes: Sizes) -> None:
         """Check a part against each member of a union until one fits.
 
+        What a member that does not fit had defined or collected is forgotten. Ranges of values are
+        checked later, and do not decide which member fits.
+
         Raises:
             PayloadError: The last member's error, if none fits.
         """
@@ -598,6 +604,9 @@ class _Checker:
     def check_tensor(self, value: Tensor, schema: TensorSchema, path: str, sizes: Sizes) -> None:
         """Check a tensor's dtype and shape; note the ranges of its values.
 
+        Without annotation, float32, int64, uint8 or bool of any shape passes. A tensor whose `When`
+        does not hold must be empty.
+
         Raises:
             PayloadError: They are not those of the schema.
         """
@@ -666,7 +675,7 @@ class _Checker:
         """Check the collected statistics, and return the magnitudes of all float tensors.
 
         Raises:
-            PayloadError: If a statistic is out of its range.
+            PayloadError: If a statistic is NaN, infinite or out of its range.
         """
         norms = _norms([value for _, _, _, value in self.floats])
         found_numbers = to_floats([found.number for found in self.ranges] + norms)
@@ -734,7 +743,11 @@ class _ByteLimit:
         return _if_all_known(sum, [self.of(schema, sizes) for schema in schemas])
 
     def size_limits(self, schema: Schema, sizes: Sizes) -> Iterator[tuple[str, int]]:
-        """Yield upper bounds of the sizes that occur first in a part with this schema."""
+        """Yield upper bounds of the sizes that occur first in a part with this schema.
+
+        They are those of numbers with a name, of counts with a given sum, and of the number of
+        distinct classes; sizes of other tensors have no bound.
+        """
         match schema:
             case NumberSchema(within=Within(name=name, most=most)) if name:
                 yield name, int(_resolve_bound(most, sizes))
@@ -747,7 +760,7 @@ class _ByteLimit:
 
 
 def _tensor_bytes(declared: Floats, sizes: Sizes) -> int | None:
-    """Return the size of a tensor in bytes; None if an axis is unknown."""
+    """Return the size of a tensor in bytes; None if an axis is unknown or `...`."""
     lengths = [
         None if isinstance(size, EllipsisType) else _resolve(size, sizes) for size in declared.shape
     ]
@@ -755,7 +768,10 @@ def _tensor_bytes(declared: Floats, sizes: Sizes) -> int | None:
 
 
 def _format_shape(declared: Floats, sizes: Sizes) -> str:
-    """Return a declared shape as messages show it, with known sizes as numbers."""
+    """Return a declared shape as messages show it, such as "(20, n, ...)".
+
+    Known sizes are numbers, others names.
+    """
     axes = [
         "..." if isinstance(size, EllipsisType) else str(_resolve(size, sizes) or size)
         for size in declared.shape
@@ -791,7 +807,10 @@ def _require(holds: bool, tree: Payload, wanted: Any, path: str) -> None:
 
 
 def _require_keys(tree: Payload, schema: Schema, kind: type, path: str) -> None:
-    """Raise PayloadError unless a part is a dict with short keys of one type."""
+    """Raise PayloadError unless a part is a dict with keys of type `kind`.
+
+    Strings have at most 200 printable characters.
+    """
     _require(isinstance(tree, dict), tree, schema.hint, path)
     for key in tree:
         _require(isinstance(key, kind), key, kind, f"{path}: key")

@@ -75,8 +75,8 @@ def install_command(extra: str) -> str:
 def summarise_error(error: BaseException) -> str:
     """Return a foreign exception's type and message in one line of at most 60 words.
 
-    Such messages may contain line breaks, and those of torch fill a screen. The type is left out
-    where the message is clear without it.
+    Such messages may contain line breaks, and those of torch fill a screen. The type is left out of
+    OSError, ImportError and AttributeError with a message, which is clear without it.
     """
     words = " ".join(str(error).split()[:60])
     is_clear = words and isinstance(error, OSError | ImportError | AttributeError)
@@ -84,7 +84,10 @@ def summarise_error(error: BaseException) -> str:
 
 
 def locate_error(error: BaseException) -> str:
-    """Return `summarise_error` with the file and line that raised the exception."""
+    """Return `summarise_error` with the file and line that raised the exception.
+
+    It must have been raised: an exception without traceback is a ValueError.
+    """
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{summarise_error(error)} ({frame.f_code.co_filename}:{line})"
 

@@ -64,7 +64,10 @@ def predict(function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
 
 
 def _predict_by_graph(forward: Forward, function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
-    """Predict with a CUDA graph in chunks of one size; the last one is padded."""
+    """Predict with a CUDA graph in chunks of one size; the last one is padded.
+
+    Padding repeats the first sample and is cut off the result.
+    """
     size = max(PREDICT_CHUNK // 5, min(PREDICT_CHUNK, 2**24 // max(1, batch(index[:1]).numel())))
     padded = torch.cat([index, index[:1].expand(-len(index) % size)])
     values = [

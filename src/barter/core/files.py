@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @contextmanager
 def convert_disk_errors(target: Path) -> Iterator[None]:
-    """Convert disk errors inside the block to a CheckpointError with the path."""
+    """Convert an OSError inside the block to a CheckpointError with the path."""
     try:
         yield
     except OSError as error:

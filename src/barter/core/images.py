@@ -199,8 +199,8 @@ def fingerprint(*tensors: Tensor) -> str:
 def prepare_batch(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
     """Turn a batch of byte images into model input.
 
-    The images are augmented, converted to float, normalised and, if necessary, resized to the
-    spec. The result is in channels_last memory format.
+    The images are augmented, converted to float, normalised by the spec's statistics and, if they
+    have another size, resized to the spec's. The result is in channels_last memory format.
     """
     mean, std = channel_statistics(spec, pixels.device, 255.0)
     x = (augment_images(pixels, augment).float() - mean) / std

@@ -107,7 +107,8 @@ class Node:
     def memory_names(cls) -> list[str]:
         """Return the names of the attributes that a node keeps between rounds.
 
-        They are the attributes that algorithms annotate in subclasses of Client and Server.
+        They are the attributes that algorithms annotate in subclasses of Client and Server, base
+        classes first.
         """
         names: list[str] = []
         for kind in reversed(cls.__mro__):
@@ -148,7 +149,12 @@ class Node:
     def recall(self, memory: Mapping[str, Payload]) -> None:
         """Restore the state that `memory` returned.
 
-        Tensors go to the model's current device, which is the host's while a client is parked.
+        Tensors go to the model's current device, which is the host's while a client is parked;
+        without a model to the node's.
+
+        Raises:
+            KeyError: If an attribute or the model is missing in the memory.
+            RuntimeError: If the weights are of another architecture.
         """
         device = self.device
         if self.model_or_none is not None:
@@ -252,7 +258,12 @@ class Server(Node):
         return model.eval().requires_grad_(False)
 
     def track(self, name: str, steps: Sequence[T]) -> Iterator[T]:
-        """Yield the steps one by one, timed and reported as a phase of the round."""
+        """Yield the steps one by one, timed and reported as a phase of the round.
+
+        Args:
+            name: The phase; its time is recorded under this name.
+            steps: The steps, each of which counts 1.
+        """
         with self.monitor.phase(name, len(steps)):
             for step in steps:
                 yield step

@@ -129,7 +129,8 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name.
 
-    It suggests the most similar known name, or lists all of them if none is similar.
+    It suggests the most similar known name ("did you mean 'x'?"), or lists all of them if none is
+    similar ("there are: x, y"; "none" without any).
     """
     known = sorted(known)
     suggestion = nearest_name(name, known)
@@ -307,7 +308,8 @@ def drop_retired_fields(
 ) -> dict[str, object]:
     """Return the values without fields that the class had in an older version.
 
-    Such fields are in `cls.retired`, with the one value that today's behaviour corresponds to.
+    Such fields are in `cls.retired`, with the one value that today's behaviour corresponds to. A
+    class without `retired` keeps all values.
 
     Raises:
         ConfigError: If such a field has another value.

@@ -145,7 +145,7 @@ def nbytes(tree: Payload) -> int:
 
 
 def to_floats(values: Sequence[Tensor]) -> list[float]:
-    """Convert tensors of one number each to floats; synchronise once per device."""
+    """Convert tensors without axes to floats, in order; synchronise once per device."""
     # Tensors are stacked by device and dtype, then read together.
     groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, value in enumerate(values):

@@ -109,6 +109,8 @@ class Round:
     def from_json(cls, line: str) -> Round:
         """Parse a line that `to_json` returned.
 
+        In records of old versions, which have no participants, all clients took part.
+
         Raises:
             ValueError: If the line is not a valid record.
         """
@@ -126,7 +128,11 @@ class Round:
         return record
 
     def _is_valid(self) -> bool:
-        """Return whether all fields have the types that they are declared with."""
+        """Return whether all fields have the types that they are declared with.
+
+        Raises:
+            KeyError: If the seconds lack "round", or the bytes of a method "up" or "down".
+        """
         numbers: list[object] = [self.round, self.seconds["round"], *self.participants]
         for metrics in (self.server, self.seconds, *self.clients.values()):
             numbers += metrics.values()

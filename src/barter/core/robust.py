@@ -319,14 +319,14 @@ class Defence:
 
 
 def _broadcast(blocks: Sequence[Tensor], weights: Sequence[Tensor] | None) -> list[Tensor]:
-    """Return the weights in double precision, of the blocks' shapes."""
+    """Return the weights in double precision, of the blocks' shapes; ones for None."""
     if weights is None:
         return [torch.ones(rows.shape, dtype=torch.double, device=rows.device) for rows in blocks]
     return [share.double().expand(rows.shape) for share, rows in zip(weights, blocks, strict=True)]
 
 
 def _along(values: Tensor, rows: Tensor) -> Tensor:
-    """Return one value per client, shaped to multiply rows."""
+    """Return one value per client (clients,), shaped (clients, 1, ...) to multiply rows."""
     return values.view(-1, *[1] * (rows.ndim - 1))
 
 
@@ -414,8 +414,12 @@ def distances(
 def pairwise(blocks: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Return the squared distance of every two clients (clients, clients).
 
-    It is the mean over the entries that both have; infinite for a client and itself. Two clients
-    without a common entry get the median of all other distances.
+    It is the mean over the entries that both have (positive weights); infinite for a client and
+    itself. Two clients without a common entry get the median of all other distances.
+
+    Args:
+        blocks: As in `Defence.combine`.
+        weights: For each block the clients' weights, of the block's shape.
     """
     n = len(blocks[0])
     squares = torch.zeros(n, n, dtype=torch.double, device=blocks[0].device)
@@ -610,9 +614,9 @@ def aggregate(rows: Tensor, kind: Aggregate, weights: Tensor | None = None) -> T
 
 
 def without_outliers(values: Tensor, kind: Aggregate) -> Tensor:
-    """Set non-negative values (clients,) to 0 that exceed three times their median.
+    """Return non-negative values (clients,) with 0 for those above three times the median.
 
-    Without a defence of this kind of aggregate, all values stay.
+    Without a defence of this kind of aggregate, all values stay. Gradients reach the others.
     """
     if not _active.defends(kind):
         return values

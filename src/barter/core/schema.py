@@ -282,7 +282,10 @@ def find_record(schema: Schema) -> RecordSchema | None:
 
 
 def _read_hints(of: Callable[..., Any] | type) -> dict[str, Any]:
-    """Return the type hints of a method or TypedDict; empty if evaluation fails."""
+    """Return the type hints of a method or TypedDict, with their annotations.
+
+    They are empty if one of them cannot be evaluated.
+    """
     try:
         return get_type_hints(of, include_extras=True)
     except (NameError, AttributeError, SyntaxError, TypeError):
@@ -291,7 +294,10 @@ def _read_hints(of: Callable[..., Any] | type) -> dict[str, Any]:
 
 
 def _unwrap(hint: Any) -> tuple[Any, tuple[object, ...], bool]:
-    """Split a type hint into bare type, annotations, and whether it is NotRequired."""
+    """Split a type hint into bare type, annotations, and whether it is NotRequired.
+
+    Annotations of nested `Annotated` are joined, inner ones first.
+    """
     if get_origin(hint) is NotRequired:
         kind, marks, _ = _unwrap(get_args(hint)[0])
         return kind, marks, True

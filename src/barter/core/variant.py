@@ -62,7 +62,7 @@ def _required(algorithm: Algorithm[Any, Any]) -> dict[str, object]:
 def describe_variant(algorithm: Algorithm[Any, Any]) -> str:
     """Return a line on how a run differs from the published method.
 
-    It is empty if the run does not differ.
+    It names the first `MAX_NAMED_FIELDS` fields, and is empty if the run does not differ.
 
     >>> from barter import ALGORITHMS
     >>> from barter.core.variant import describe_variant

@@ -65,7 +65,10 @@ class Wire:
         return received
 
     def count(self, tree: object, method: str, client: int, direction: Direction) -> None:
-        """Count a payload's bytes, without checking it; for one sent to several clients."""
+        """Count a payload's bytes, without checking it; for one sent to several clients.
+
+        Bytes are those of `nbytes`, the values alone.
+        """
         self._bytes[method, client, direction] += nbytes(tree)
 
     def take_bytes(self) -> Counter[tuple[str, int, Direction]]:
@@ -75,7 +78,7 @@ class Wire:
         return counts
 
     def methods_with_uploads(self) -> set[str]:
-        """Return the methods with uploads since the counts were last reset."""
+        """Return the methods with uploads of at least one byte since the last reset."""
         return {
             method
             for (method, _, direction), count in self._bytes.items()
@@ -84,6 +87,6 @@ class Wire:
 
 
 def _require_finite(tree: object, method: str) -> None:
-    """Raise PayloadError if a payload holds NaN or infinity."""
+    """Raise PayloadError if a payload holds NaN or infinity; the message has a path."""
     for path in infinite_leaves(tree, method):
         raise PayloadError(f"{path} holds NaN or infinity, which {method!r} does not allow")

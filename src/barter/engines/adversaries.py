@@ -114,7 +114,10 @@ def flip_labels(data: Images) -> Images:
 
 
 def uploads(algorithm: Algorithm[Any, Any]) -> set[Part]:
-    """Return which parts clients' answers have, by the methods' return types."""
+    """Return which parts clients' answers have, by the methods' return types.
+
+    All methods of `crosses` count, also those that a configuration does not call.
+    """
     found: set[Part] = set()
     for method in algorithm.crosses:
         found |= set(_parts(compile_method(algorithm, method).answer))

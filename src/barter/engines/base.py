@@ -153,7 +153,10 @@ class BaseEngine:
         return map_leaves(answer, scale, method)
 
     def set_server(self, server: Server) -> None:
-        """Set the server, whose knowledge of clients answers are checked against."""
+        """Set the server, whose knowledge of clients answers are checked against.
+
+        What was known of clients before is forgotten.
+        """
         self.server = server
         self._known.clear()
 
@@ -161,7 +164,8 @@ class BaseEngine:
         """Return what the server knows of a client, which contracts may refer to.
 
         These are numbers of images and features, and the shapes and initial sizes of the networks'
-        weights. It is computed once for each client.
+        weights. It is computed once for each client. Of a client whose network the server cannot
+        build, it is the number of images, the algorithm's feature width and the server's weights.
         """
         if client not in self._known:
             has_model = server.model_or_none is not None
@@ -286,7 +290,7 @@ class BaseEngine:
         return failures
 
     def _note_extreme(self, client: int, method: str, comparison: OutlierComparison) -> None:
-        """Remember an accepted answer if none of this round is larger in comparison."""
+        """Remember an accepted answer if none of this round has a larger `ratio`."""
         extreme = self._extreme
         if extreme is None or extreme[0] != self.round or comparison.ratio > extreme[3].ratio:
             self._extreme = (self.round, client, method, comparison)
@@ -358,7 +362,8 @@ class BaseEngine:
     def parts(self, method: str, answer: Payload) -> list[str]:
         """Return the names of the parts that an answer releases.
 
-        An evaluation without test results releases nothing: it reports the privacy spent only.
+        They are those of `nonempty_parts`, or the test results of an evaluation. An evaluation
+        without any releases nothing: it reports the privacy spent only.
         """
         if method == Algorithm.evaluate.__name__:
             return [RESULTS] if holds_metrics(answer) else []
@@ -450,7 +455,10 @@ class BaseEngine:
                 self.seconds[name] += time.perf_counter() - start
 
     def advance(self, amount: float) -> None:
-        """Report progress to the monitor; a client's call adds up to 1 at most."""
+        """Report progress to the monitor; a client's call adds up to 1 at most.
+
+        Outside of a call, the amount is reported as it is.
+        """
         lane = id(lanes.current_lane())
         amount = min(amount, self._credit.get(lane, math.inf))
         if lane in self._credit:

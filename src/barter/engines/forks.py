@@ -131,7 +131,7 @@ class Worker:
         self.late = False  # True if the process was killed because of the timeout.
 
     def take(self, key: int) -> None:
-        """Start the job of this key in the process."""
+        """Start the job of this key in the process; its time begins now."""
         self.busy = key
         self.since = time.monotonic()
         # If the process is gone, the end of its reports shows it.
@@ -258,7 +258,8 @@ def _death_reason(worker: Worker, status: int, timeout: float | None) -> str:
 def _share(tensors: list[Tensor]) -> list[Tensor]:
     """Return copies on write of the tensors that torch can share in this way.
 
-    A process that writes to such a tensor moves it to another address, which `_save` notices.
+    A process that writes to such a tensor moves it to another address, which `_save` notices. The
+    others are left out.
     """
     shared = []
     for tensor in tensors:
@@ -376,7 +377,12 @@ def _save(result: int, tree: Payload, known: list[Tensor]) -> None:
 
 
 def _load(result: int, known: list[Tensor]) -> Payload:
-    """Read a result that `_save` wrote."""
+    """Read a result that `_save` wrote, with the known tensors in their places.
+
+    Args:
+        result: The file descriptor.
+        known: The same tensors as in `_save`.
+    """
     with open(result, "rb", closefd=False) as file:
         file.seek(0)
         (length,) = HEADER_LENGTH.unpack(file.read(HEADER_LENGTH.size))

@@ -232,7 +232,7 @@ class LocalEngine(BaseEngine):
         return self.receive_answer(answer, method, k, args)
 
     def _warn_if_late(self, method: str, k: int, seconds: float) -> None:
-        """Warn that a call exceeded a timeout that is not enforced; its answer counts.
+        """Warn if a call exceeded a timeout that is not enforced; its answer counts.
 
         A client whose process is killed is as it was before the call. A client that has finished in
         this process has changed, so dropping its answer would not undo the call.
@@ -259,7 +259,11 @@ class LocalEngine(BaseEngine):
     def _work(
         self, method: str, k: int, path: tuple[object, ...], received: tuple[Any, ...]
     ) -> Any:
-        """Run a client's call with its model on the device and its own random stream."""
+        """Run a client's call with its model on the device and its own random stream.
+
+        With a guard that keeps its noise secret, the stream is secret too. The monitor has one more
+        unit of progress at the end, also if the call raises.
+        """
         client = self.clients[k]
         lane = id(lanes.current_lane())
         client.tested = self.tests_due(k, method)
@@ -385,7 +389,13 @@ class LocalEngine(BaseEngine):
         self._cost[method] = (time.perf_counter() - start) * min(width, len(args)) / len(args)
 
     def _make_job(self, method: str, k: int, args: tuple[Any, ...]) -> ForkedCall:
-        """Return a client's call as a job for a forked process."""
+        """Return a client's call as a job for a forked process.
+
+        The call is counted here, so that its random stream is that of a call in this process.
+
+        Raises:
+            PayloadError: If the arguments cannot be sent.
+        """
         received = self.wire.carry(args, method, k, "down")
         known = [leaf for _, leaf in leaves(received)] + self.clients[k].holdings()
         work = partial(self._call_in_fork, method, k, self._path(method, k), received)
@@ -399,7 +409,8 @@ class LocalEngine(BaseEngine):
     ) -> Payload:
         """Run a client's call in a forked process and return all that it changed.
 
-        The result has the answer or the error, and the client's memory, report and model flags.
+        The result has the answer, or the error and its traceback, and the client's memory, report,
+        `requires_grad` and training modes, and the seconds taken. No exception is raised.
         """
         client = self.clients[k]
         start = time.perf_counter()
@@ -424,8 +435,11 @@ class LocalEngine(BaseEngine):
     ) -> Any:
         """Apply a forked call's changes to the client; return the checked answer.
 
+        The changes of a failed call are applied too. A client whose process died is as before.
+
         Raises:
             Elsewhere: The call failed, or its process died.
+            PayloadError: The answer is invalid.
         """
         if outcome is None:
             raise Elsewhere(death, "")
