@@ -184,7 +184,10 @@ class PFedLA(Algorithm[Mixer]):
         return client.model.state_dict()
 
     def mix(self, server: Mixer, clients: Clients, k: int) -> State:
-        """Return the mean of all known clients' models, by layer, with the weights for client k."""
+        """Return the known clients' models, mixed layer by layer for client k.
+
+        A client is known once the server has a model of it.
+        """
         hyper, own, known = self.hypernetwork(server, clients, k)
         with torch.no_grad():
             alpha = hyper(own, known)

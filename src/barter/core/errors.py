@@ -86,7 +86,8 @@ def summarise_error(error: BaseException) -> str:
 def locate_error(error: BaseException) -> str:
     """Return `summarise_error` with the file and line that raised the exception.
 
-    It must have been raised: an exception without traceback is a ValueError.
+    Raises:
+        ValueError: If the exception has no traceback, because it was never raised.
     """
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{summarise_error(error)} ({frame.f_code.co_filename}:{line})"

@@ -326,7 +326,7 @@ def _broadcast(blocks: Sequence[Tensor], weights: Sequence[Tensor] | None) -> li
 
 
 def _along(values: Tensor, rows: Tensor) -> Tensor:
-    """Return one value per client (clients,), shaped (clients, 1, ...) to multiply rows."""
+    """Return one value per client, shaped (clients, 1, ...) to multiply rows."""
     return values.view(-1, *[1] * (rows.ndim - 1))
 
 
@@ -614,7 +614,7 @@ def aggregate(rows: Tensor, kind: Aggregate, weights: Tensor | None = None) -> T
 
 
 def without_outliers(values: Tensor, kind: Aggregate) -> Tensor:
-    """Return non-negative values (clients,) with 0 for those above three times the median.
+    """Replace non-negative values (clients,) above three times their median by 0.
 
     Without a defence of this kind of aggregate, all values stay. Gradients reach the others.
     """

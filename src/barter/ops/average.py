@@ -76,7 +76,8 @@ def _defended(
 
     Norms and distances are those of the weights; the statistics of batch normalisation, whose scale
     is another, follow the clients that the weights select. Clients have equal weights unless the
-    rule is a mean over selected clients.
+    rule is a mean over selected clients ("cosine") and `alike` is False. An empty `since` counts as
+    None.
     """
     names = list(next(iter(states.values())))
     rows = [torch.stack([w[name].double() for w in states.values()]) for name in names]

@@ -231,6 +231,20 @@ def matching_loss(
     images, summed over classes. The collaborative term uses the client's model, not the network
     that computes the features.
 
+    Args:
+        canvas: The condensed images.
+        backbone: The network that computes the features; it is not trained.
+        model: The client's model, for the collaborative term.
+        spec: Format of the images.
+        match_logits: Match mean logits as well as mean features.
+        weight: Weight of the collaborative term; 0 leaves it out.
+        projections: See `sliced_wasserstein`.
+        pixels: Real images as bytes, not augmented.
+        real: Matrix that averages real images by class, see `averaging_matrix`.
+        synthetic: The same for the condensed images.
+        v: The shared mean logits of each class.
+        known: 1 for each class that has shared logits, otherwise 0.
+
     Returns:
         The total loss, the matching term, and the collaborative term if it has a weight.
     """
@@ -331,7 +345,10 @@ def condense(
 
 
 def _frozen_copy(client: Client, name: str) -> Classifier:
-    """Return a frozen copy of the client's network in evaluation mode."""
+    """Return a frozen copy of the client's network in evaluation mode.
+
+    On a lane the module of this name and architecture is used again.
+    """
     copied = lanes.lane_module((name, client.architecture), lambda: copy.deepcopy(client.model))
     copied.load_state_dict(client.model.state_dict())
     return copied.eval().requires_grad_(False)

@@ -138,7 +138,11 @@ def fit_class_gaussians(
 def _leading_directions(residuals: Tensor, size: int) -> Tensor:
     """Return the first principal directions of residuals, scaled by their standard deviations.
 
-    They are then scaled to the total variance of the residuals.
+    They are then scaled to the total variance of the residuals. If that is 0, they are zero.
+
+    Args:
+        residuals: At least two rows with mean 0.
+        size: The number of directions; at most the number of rows.
     """
     n = len(residuals)
     # The Gram matrix of the images is small, and has the eigenvalues of the covariance.

@@ -114,7 +114,8 @@ def select_teachers(predictions: Mapping[int, Tensor]) -> list[int]:
 
     Networks of different architectures can be compared by their predictions, their weights cannot.
     So a server that has both can judge a client by its predictions before it averages weights. All
-    clients are returned unless the run's defence is a mean over selected clients.
+    clients are returned unless the run's defence on logits is a mean over selected clients
+    ("cosine", also by "auto"). See `Defence.agreeing_predictions`.
     """
     clients = list(predictions)
     defence = robust.active()
@@ -151,7 +152,8 @@ def merge_logits(logits: Tensor, shares: Tensor) -> Tensor:
 def reduce_entropy(p: Tensor, temperature: float) -> Tensor:
     """Apply entropy reduction aggregation (ERA): softmax(p / T) of probabilities.
 
-    A low temperature lowers the entropy.
+    A temperature well below 1 lowers the entropy. With 1 it rises, unless it is at its maximum,
+    since the softmax is of probabilities and not of logits.
     """
     return (p / temperature).softmax(1)
 

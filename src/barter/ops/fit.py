@@ -102,7 +102,7 @@ def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor
 
 
 def epoch_length(n: int, size: int) -> int:
-    """Return the number of batches in an epoch of `index_batches`."""
+    """Return the number of batches in an epoch of `index_batches`; 0 without samples."""
     return -(-n // _batch_size(n, size))
 
 
@@ -302,7 +302,7 @@ def call_on_images(
 
 
 def cross_entropy(model: Classifier, x: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross entropy of a model's predictions, as a loss for `fit_by`."""
+    """Return the mean cross entropy of a model's predictions, as a loss for `fit_by`."""
     return F.cross_entropy(model(x), labels)
 
 

@@ -45,7 +45,11 @@ def linear_head(model: Classifier) -> nn.Linear:
 
 
 def head_state(model: Classifier) -> Head:
-    """Return weight and bias of a network's head under these names."""
+    """Return weight and bias of a network's head under these names, not copied.
+
+    Raises:
+        ConfigError: If the network does not end in a linear layer with a bias.
+    """
     return dict(linear_head(model).state_dict())
 
 

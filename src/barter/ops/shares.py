@@ -19,7 +19,8 @@ __all__ = ["log_class_prior"]
 def log_class_prior(data: Images) -> Tensor:
     """Return the log frequency of each class, with one image added per class.
 
-    The additional image keeps classes that the client lacks finite.
+    It is log((n_c + 1) / sum(n + 1)), natural, of shape (classes,). The additional image keeps
+    classes that the client lacks finite.
     """
     counts = data.class_counts() + 1
     return (counts / counts.sum()).log()

@@ -121,7 +121,8 @@ def renew_statistics_from(model: Classifier, batches: Iterable[Tensor]) -> None:
 def normalise_by_batch(model: nn.Module) -> Iterator[None]:
     """Keep batch-norm running statistics unchanged inside the block.
 
-    In training mode, layers normalise by the batch as usual.
+    In training mode, layers normalise by the batch as usual; in evaluation mode, by the running
+    statistics.
     """
     norms = _norms(model)
     for layer in norms:
@@ -139,7 +140,7 @@ def renew_batches(n_images: int, batch_size: int) -> int:
 
 
 def running_means(names: Iterable[str]) -> list[str]:
-    """Return the state names of running means."""
+    """Return the names among a state's that are running means, in order."""
     return [name for name in names if name.endswith(MEAN)]
 
 

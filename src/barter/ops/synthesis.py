@@ -335,8 +335,8 @@ def usefulness(ensemble: Tensor, student: Tensor, y: Tensor, rule: Rule) -> Tens
 def label_weights(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return τ (clients, classes) and p (classes) from the clients' class counts.
 
-    τ is each client's weight for a class, zero for classes that no client has seen; p is the
-    frequency of each class.
+    τ is each client's share of a class's images, zero for classes that no client has seen; p is the
+    frequency of each class over all clients. At least one count must be positive.
     """
     total = counts.sum(0)
     return class_shares(counts) * (total > 0), total / total.sum()

@@ -176,12 +176,12 @@ def sample_codes(entry: Entry, owner: int, index: Tensor) -> Tensor:
 
 
 def to_half(state: State) -> State:
-    """Return a state whose floats are in half precision."""
+    """Return a state whose floats are in half precision; integers stay."""
     return {name: t.half() if t.is_floating_point() else t for name, t in state.items()}
 
 
 def to_single(state: State) -> State:
-    """Return a state whose floats are in single precision."""
+    """Return a state whose floats are in single precision; integers stay."""
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
 
@@ -215,7 +215,13 @@ def sample_review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]
 
 
 def decode_pages(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[Tensor]:
-    """Return the images of each page. Those of one round are decoded together."""
+    """Return the images of each page. Those of one round are decoded together.
+
+    Args:
+        entries: The memory, which has an entry for the round of each page.
+        pages: Round, owner and indices of images; indices of None are all of the owner's.
+        draw: Decodes the codes of an entry.
+    """
     images: dict[int, Tensor] = {}
     for entry in entries:
         found: list[tuple[int, int, Tensor]] = []  # position, owner and codes of a page

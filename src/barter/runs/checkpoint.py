@@ -79,7 +79,7 @@ def read_checkpoint(path: Path, device: torch.device) -> tuple[Payload, dict[str
 
 
 def round_of(path: Path, notes: Mapping[str, str]) -> int:
-    """Return the round that a checkpoint is of.
+    """Return the round that a checkpoint is of, by its notes.
 
     Raises:
         CheckpointError: If its notes do not say a round.

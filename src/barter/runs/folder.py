@@ -139,7 +139,7 @@ class RunFolder:
             replace_text(self.config, tomli_w.dumps({**config, **values}))
 
     def state(self, privacy: str) -> None:
-        """Write the privacy statement: what clients have released so far."""
+        """Write the privacy statement, as JSON: what clients have released so far."""
         replace_text(self.path / PRIVACY, privacy)
 
     def note_stop(self, stop: Stop) -> None:
@@ -241,7 +241,10 @@ class RunFolder:
         replace_text(self.metrics, "".join(record.to_json() + "\n" for record in kept))
 
     def _copy_damaged(self) -> str:
-        """Copy damaged metrics to a second file, and return where for the warning."""
+        """Copy damaged metrics to metrics.damaged, and return where for the warning.
+
+        Without metrics the text is empty.
+        """
         if not self.metrics.exists():
             return ""
         copy = self.metrics.with_suffix(".damaged")
@@ -368,10 +371,11 @@ def last_checkpoint(run: Path) -> tuple[int, Payload, dict[str, str]] | None:
 
 
 def _checked_round(path: Path, state: Payload, notes: Mapping[str, str]) -> int:
-    """Return a checkpoint's round.
+    """Return a checkpoint's round by its notes.
 
     Raises:
-        CheckpointError: The file name or the contents contradict it.
+        CheckpointError: The notes have no round, the file's name has another, or the contents are
+            not the state of a run.
     """
     round = round_of(path, notes)
     named = CHECKPOINT.fullmatch(path.name)
@@ -383,7 +387,10 @@ def _checked_round(path: Path, state: Payload, notes: Mapping[str, str]) -> int:
 
 
 def _is_state(state: Payload) -> bool:
-    """Return whether a tree has the structure of a run's state."""
+    """Return whether a tree has the structure of a run's state; keys may be missing.
+
+    Ids must be integers, counts of releases non-negative integers, and ε non-negative.
+    """
     if not isinstance(state, dict):
         return False
     tables = [state.get(key, {}) for key in ("server", "clients", "crossed", "told", "networks")]

@@ -30,7 +30,11 @@ class Journal(Monitor):
         self.note("process", os.getpid())
 
     def note(self, kind: str, value: Any) -> None:
-        """Write one line; `follow` knows the kinds."""
+        """Write one line, JSON of [kind, value]; `follow` knows the kinds.
+
+        Raises:
+            CheckpointError: The file cannot be written.
+        """
         with convert_disk_errors(self._path):
             self._file.write(json.dumps([kind, value]) + "\n")
 

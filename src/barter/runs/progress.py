@@ -97,7 +97,7 @@ class Watcher(Monitor):
         self._started = time.monotonic()
 
     def finish(self, record: Round) -> None:
-        """Print a finished round, its failures and its warnings."""
+        """Print a finished round, its failures and its warnings; call `on_round`."""
         self.console.print(self.line(record))
         for failure in record.failures:
             self.console.print(f"  {failure}")
@@ -119,7 +119,11 @@ class Watcher(Monitor):
         return f", {'about ' * (remaining >= 0.1)}{format_duration(remaining)} left"
 
     def line(self, record: Round) -> str:
-        """Summarise a round in one line: accuracies, traffic, time and time left."""
+        """Summarise a round in one line: accuracies, traffic, time and time left.
+
+        The primary model's accuracy comes first. Where not all clients were evaluated, the line
+        says how many; a round without any accuracy is "not evaluated".
+        """
         clients = []
         for test in ("global", "local"):
             values = record.values(test)

@@ -24,7 +24,7 @@ def validation_accuracy(record: Round) -> float | None:
 
 
 def best_round(records: Iterable[Round]) -> Round | None:
-    """Return the first round with the highest validation accuracy, if any has one."""
+    """Return the first round with the highest validation accuracy, None without one."""
     best = None
     highest = -1.0
     for record in records:

@@ -120,7 +120,11 @@ def is_share(metric: str) -> bool:
 
 
 def known_metrics(results: Results) -> list[str]:
-    """Return the names of all metrics that the runs report, `METRICS` first."""
+    """Return the names of all metrics that the runs report, `METRICS` first.
+
+    Those of the server begin with "server:". Fields that one of `METRICS` shows already, and bytes,
+    are left out.
+    """
     found = dict.fromkeys(METRICS)
     for runs in results.values():
         for rounds in runs.values():
@@ -143,7 +147,10 @@ def final_value(rounds: Sequence[Round], metric: str) -> float | None:
 
 
 def metric_curves(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
-    """Return a metric of every run by round: method -> seed -> curve."""
+    """Return a metric of every run by round: method -> seed -> curve.
+
+    A curve is a list of (round, value); the value is None where it was not measured.
+    """
     curves: dict[str, dict[int, Curve]] = {}
     for name, runs in results.items():
         curves[name] = {}
@@ -196,7 +203,10 @@ class Question:
 
     @property
     def tested(self) -> str:
-        """Return the test metric to report for the best round on validation."""
+        """Return the test metric to report for the best round on validation.
+
+        It is the question's own metric, or "primary" if that is of validation itself.
+        """
         return "primary" if self.metric.startswith("val") else self.metric
 
 
@@ -277,7 +287,7 @@ def summarise(results: Results, question: Question) -> Comparative:
 
 
 def _number(value: float, metric: str, *, sign: str = "") -> str:
-    """Format a value of a metric: fractions in percent, other numbers as they are."""
+    """Format a value of a metric: shares in percent to 0.1, others with four digits."""
     return f"{100 * value:{sign}.1f}" if is_share(metric) else f"{value:{sign}.4g}"
 
 
@@ -457,7 +467,10 @@ def to_csv(compared: Comparative) -> str:
 
 
 def to_round_csv(results: Results) -> str:
-    """Return all metrics of every run as CSV, one line per round."""
+    """Return all metrics of every run as CSV, one line per round.
+
+    Metrics that were not measured are empty; shares are from 0 to 1.
+    """
     metrics = known_metrics(results)
     columns = [key.replace("-", "_") for key in metrics]
     file = io.StringIO()

@@ -66,7 +66,11 @@ class Gain:
 
 
 def accuracy_gain(records: Sequence[Round], test: str) -> Gain:
-    """Compare local-only and last accuracy, for the clients that have both."""
+    """Compare local-only and last accuracy, for the clients that have both.
+
+    Local only is the first before_TEST that a client reported; the last may be of different rounds
+    for different clients.
+    """
     after = last_accuracies(records, test)
     before = {k: local_only_metrics(records, k).get(f"before_{test}") for k in after}
     known = {k: value for k, value in before.items() if value is not None}
@@ -171,7 +175,10 @@ def _together(
 
 
 def _best_cells(best: Round) -> list[list[str]]:
-    """Return the rows of test accuracies after the best round on validation."""
+    """Return the rows of test accuracies after the best round on validation.
+
+    There is a row of the clients' means, and one of the server's model if it was evaluated then.
+    """
 
     def mean(name: str) -> float | None:
         known = any(name in metrics for metrics in best.clients.values())

@@ -106,7 +106,7 @@ def _partition_classes() -> dict[str, ast.ClassDef]:
 
 
 def _text(kind: ast.ClassDef, name: str) -> str:
-    """Return a class attribute that is a string literal."""
+    """Return a class attribute that is a string literal; raises IndexError without it."""
     values = [
         node.value
         for node in kind.body

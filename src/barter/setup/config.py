@@ -442,7 +442,8 @@ def read_run_values(run: Path) -> dict[str, Any]:
 def _with_earlier_rules(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Add the hold-out rule to a run of a version that did not record it.
 
-    They held out every fifth image of each class. The test images of named sources are fixed.
+    Such versions held out every fifth image of each class (hold_out="class"). Sources with a name,
+    whose test images are fixed, and data of sites get no rule. A recorded rule stays.
     """
     data = tree.get("data", {})
     if not isinstance(data, Mapping) or data.get("source", "digits") in {*SOURCES, SITES}:
@@ -453,7 +454,9 @@ def _with_earlier_rules(tree: Mapping[str, Any]) -> dict[str, Any]:
 def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """Return the values changed by `key=value` settings, such as "data.source=x".
 
-    A new name resets its table, since its fields belong to another algorithm or partition.
+    Settings of names are applied first, then presets, then fields, whatever their order. A new name
+    resets its table, since its fields belong to another algorithm or partition; a preset resets the
+    fields of a file.
 
     Raises:
         ConfigError: A setting is malformed or its key is unknown.
@@ -500,7 +503,7 @@ def _setting(text: str) -> tuple[list[str], Any]:
 
 
 def _rank(setting: tuple[list[str], Any]) -> int:
-    """Order settings: names first, then presets, then single fields."""
+    """Return the order of a setting: 0 for names, 1 for presets, 2 for single fields."""
     return {"name": 0, "preset": 1}.get(setting[0][-1], 2)
 
 
@@ -568,7 +571,10 @@ def _value(text: str) -> Any:
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Return all values of a configuration, with defaults, as a TOML file has them."""
+    """Return all values of a configuration, with defaults, as a TOML file has them.
+
+    A class that is not registered has the name package.module:Class.
+    """
 
     def fields(value: Any) -> dict[str, Any]:
         return {f.name: _as_toml(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -608,7 +614,11 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return plain values as this version writes them.
 
     Keys that an older version did not write have their defaults, renamed fields have their new
-    names, and those that only an older version wrote are left out.
+    names, and those that only an older version wrote are left out. Partition and privacy settings
+    stay as they are.
+
+    Raises:
+        ConfigError: The algorithm is unknown, or a retired field has a value that it no longer can.
     """
 
     def defaults(kind: type[Any]) -> dict[str, Any]:

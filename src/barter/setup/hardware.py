@@ -46,7 +46,7 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
     "auto" is bf16, with fp32 weights, on a GPU that supports it, and fp32 elsewhere.
 
     Raises:
-        ConfigError: The device does not support this precision.
+        ConfigError: A precision other than auto and fp32 is asked for on the CPU.
     """
     if device.type != "cuda":
         if name not in ("auto", "fp32"):

@@ -76,7 +76,10 @@ def architecture_names(algorithm: Algorithm[Any, Any], models: str, clients: int
 
 
 def describe_networks(spec: Spec, classes: Sequence[str], names: Mapping[int, str]) -> Payload:
-    """Return what a checkpoint needs so that its networks load without the data."""
+    """Return what a checkpoint needs so that its networks load without the data.
+
+    These are the spec, the classes' names, and each client's architecture.
+    """
     return {"spec": spec.plain(), "classes": list(classes), "architectures": dict(names)}
 
 

@@ -83,7 +83,7 @@ def code_names(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every string in a value, its lists and its tables."""
+    """Yield every string in a value, its lists and its tables, at any depth; no keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
