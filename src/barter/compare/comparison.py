@@ -183,7 +183,11 @@ class Comparison:
         return jobs
 
     def _slug(self, name: str) -> str:
-        """Return a unique folder name for a variant."""
+        """Return a unique folder name for a variant.
+
+        It is the name in lower case, with other characters than letters, digits, "." and "=" as
+        "-", at most 60 of them; an x is appended as long as another variant has it.
+        """
         slug = re.sub(r"[^a-z0-9.=]+", "-", name.lower()).strip("-.")[:60] or "variant"
         while slug in self.variants.values():
             slug += "x"
@@ -218,7 +222,12 @@ class Comparison:
         return self.folder / self.variants[name] / f"seed-{seed}"
 
     def check(self) -> None:
-        """Raise if baseline, metric or target make no sense for this comparison."""
+        """Raise if baseline, metric or target make no sense for this comparison.
+
+        Raises:
+            ConfigError: The baseline is not compared, the metric looks like a misspelt one, or the
+                target is not between 0 and 1. Other unknown metrics are refused by `summary`.
+        """
         baseline = self.question.get("baseline")
         metric = self.question.get("metric")
         target = self.question.get("target")
@@ -234,7 +243,10 @@ class Comparison:
             raise ConfigError(f"target={target}: an accuracy is between 0 and 1")
 
     def results(self) -> tuple[Results, list[str]]:
-        """Return all finished runs, and the names of the others."""
+        """Return all finished runs, and the names of the others.
+
+        A run is finished with all rounds, or if it stopped early. Further rounds are left out.
+        """
         results: dict[str, dict[int, Sequence[Round]]] = {}
         missing = []
         for name, seed in product(self.variants, self.seeds):
@@ -246,7 +258,13 @@ class Comparison:
         return results, missing
 
     def summary(self, results: Results) -> Comparative:
-        """Summarise finished runs as the comparison's question asks."""
+        """Summarise finished runs as the comparison's question asks.
+
+        The metric is "primary" by default; a baseline without finished runs is ignored.
+
+        Raises:
+            ConfigError: No run reports the metric.
+        """
         metric = self.question.get("metric", "primary")
         baseline = self.question.get("baseline")
         known = known_metrics(results)

@@ -18,7 +18,11 @@ TABLE = COMPARISON  # the table of a configuration file that specifies a compari
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Parse seeds such as 0-4 or 0,3,7-9."""
+    """Parse seeds such as 0-4 or 0,3,7-9; a seed that occurs twice counts once.
+
+    Raises:
+        ConfigError: The text is malformed, or a range is empty or has more than 1,000 seeds.
+    """
     seeds: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)

@@ -71,14 +71,17 @@ class Dataset:
                 )
 
     def fingerprint(self) -> str:
-        """Return a short hash of all images, labels and domains."""
+        """Return a hash of all images, labels and domains, 16 hexadecimal digits."""
         train = (self.x_train, self.y_train, self.domain_train)
         test = (self.x_test, self.y_test, self.domain_test)
         return fingerprint(*train, *test)
 
     @property
     def may_flip(self) -> bool:
-        """Return whether flipping an image horizontally is known to keep its class."""
+        """Return whether flipping an image horizontally is known to keep its class.
+
+        It is known of the data sets named in `MIRRORED`.
+        """
         return self.name in MIRRORED
 
 
@@ -130,6 +133,8 @@ def _as_tensor(given: Any) -> Tensor:
 
 def test_mask(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return a mask of samples to hold out for testing: every fifth of each group.
+
+    The first of each group is held out, then the sixth, and so on.
 
     Args:
         groups: The group of each sample, such as its class.
@@ -294,6 +299,9 @@ def _as_images(x: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
     """Return images as uint8 NHWC.
 
     Floats between 0 and 1 are scaled, and a missing channel axis is added; both are unambiguous.
+
+    Raises:
+        ConfigError: If these are no images, or numbers of another range or type.
     """
     found = f"{where} is {x.dtype} of shape {x.shape}"
     if x.ndim not in (3, 4) or 0 in x.shape[1:] or x.dtype.kind not in "uifb":
@@ -334,7 +342,11 @@ def _to_bytes(x: np.ndarray[Any, Any], found: str) -> np.ndarray[Any, Any]:
 
 
 def _names(given: np.ndarray[Any, Any], where: str) -> list[str]:
-    """Return the names of classes or domains as strings."""
+    """Return the names of classes or domains as strings.
+
+    Raises:
+        ConfigError: If they are no non-empty list of text or integers, or not UTF-8.
+    """
     if given.ndim != 1 or given.dtype.kind not in "USiu" or not len(given):
         raise ConfigError(
             f"{where} is {given.dtype} of shape {given.shape}, a list of names is expected"
@@ -464,7 +476,11 @@ def _pair(sample: Any) -> Any:
 
 
 def _label(label: Any) -> int:
-    """Return a label as an int; it may be a tensor or a float without a fraction."""
+    """Return a label as an int; it may be a tensor or a float without a fraction.
+
+    Raises:
+        ConfigError: If it is anything else.
+    """
     array = np.asarray(label)
     if array.size != 1 or array.dtype.kind not in "iufb":
         raise ConfigError(
@@ -484,6 +500,9 @@ def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
     Args:
         image: A PIL image, a tensor (C, H, W) or an array (H, W, C), of bytes or between 0 and 1.
         size: Side of the square that PIL images are resized to; None keeps their size.
+
+    Raises:
+        ConfigError: If it is no image, or has numbers outside of this range.
     """
     if isinstance(image, Image.Image):
         picture = image if image.mode == "L" else image.convert("RGB")
@@ -519,7 +538,7 @@ def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
 
 
 def _stack_images(images: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Stack images after checking that they have one shape."""
+    """Stack images; raise ConfigError if there are none or their shapes differ."""
     shapes = sorted({image.shape for image in images})
     if len(shapes) > 1:
         raise ConfigError(
@@ -531,7 +550,13 @@ def _stack_images(images: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any
 
 
 def _join_datasets(parts: Sequence[Dataset], name: str) -> Dataset:
-    """Join the data sets of all clients into one, in which every client is a domain."""
+    """Join the data sets of all clients into one, in which every client is a domain.
+
+    Clients with numbered classes may have different numbers of them; names must be equal.
+
+    Raises:
+        ConfigError: If image sizes or classes differ.
+    """
     first = parts[0]
     longest = max((part.classes for part in parts), key=len)
     for k, part in enumerate(parts):

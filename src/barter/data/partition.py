@@ -99,12 +99,15 @@ class Partition:
 
 
 def _shuffled_by_class(labels: Indices, rng: np.random.Generator) -> list[Indices]:
-    """Return the shuffled indices of each class."""
+    """Return the shuffled indices of each class from 0 to the largest label."""
     return [rng.permutation(np.flatnonzero(labels == c)) for c in range(int(labels.max()) + 1)]
 
 
 def _cut(indices: Indices, shares: np.ndarray[Any, Any]) -> list[Indices]:
-    """Cut indices into consecutive pieces whose sizes are proportional to the shares."""
+    """Cut indices into consecutive pieces whose sizes are proportional to the shares.
+
+    Ends are rounded, and every index is in one piece. If all shares are 0, the last piece has all.
+    """
     total = shares.sum()
     if total > 0:
         ends = (np.cumsum(shares)[:-1] / total * len(indices)).round().astype(int)
@@ -165,7 +168,8 @@ class Dirichlet(Partition):
     def _balanced(self, labels: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
         """Fill an equal quota for each client by its own Dirichlet draw over classes.
 
-        Samples come from those that remain of every class.
+        Samples come from those that remain of every class; where a class is used up, others take
+        its place by the same draw. Quotas differ by one sample at most.
         """
         stacks = _shuffled_by_class(labels, rng)
         left = np.array([len(stack) for stack in stacks])
@@ -336,7 +340,10 @@ class Listed(Partition):
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> Listed:
-        """Return the partition that gives each client the samples of its list."""
+        """Return the partition that gives each client the samples of its list.
+
+        Indices are checked when it is called. A configuration stores a hash of the lists.
+        """
         parts = [np.asarray(part, dtype=None if len(part) else np.int64) for part in lists]
         text = "/".join(",".join(map(str, part.tolist())) for part in parts)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -67,7 +67,7 @@ def _eight_by_eight() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def _digits(request: SourceRequest) -> Dataset:
-    """Load the digits of scikit-learn; which of them are test images never changes."""
+    """Load the digits of scikit-learn; every fifth of a class is always a test image."""
     x, y = _eight_by_eight()
     test = test_mask(y)
     return build_dataset(request.name, (x[~test], y[~test], x[test], y[test]))
@@ -142,7 +142,13 @@ def _picture(
     Args:
         path: The file.
         size: The side of the square; `FOLDER_SIZE` by default.
-        sizes: The original width and height are added to this set.
+        sizes: The original width and height are added to this set; None for no set.
+
+    Returns:
+        RGB bytes (side, side, 3), whatever the proportions of the image were.
+
+    Raises:
+        ConfigError: If the file is missing, damaged, of another format or far too large.
     """
     if not path.is_file():
         raise ConfigError(f"{path} is not a file")
@@ -163,7 +169,13 @@ def _picture(
 
 
 def _subfolders(path: Path, what: str) -> list[Path]:
-    """Return the sorted folders inside a folder, one per class or domain."""
+    """Return the sorted folders inside a folder, one per class or domain.
+
+    Hidden ones are ignored.
+
+    Raises:
+        ConfigError: If there is no such folder, or none in it.
+    """
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
     found = sorted(
@@ -175,7 +187,11 @@ def _subfolders(path: Path, what: str) -> list[Path]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    """Return the sorted paths of all image files in a folder and its subfolders."""
+    """Return the sorted paths of all image files in a folder and its subfolders.
+
+    Raises:
+        ConfigError: If there are none.
+    """
     files = folder.rglob("*")
     found = sorted(
         path for path in files if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir()

@@ -78,6 +78,9 @@ def read_split(path: Path, name: str) -> Dataset:
     Args:
         path: The folder with train/, test/ and maybe test.npz.
         name: The name of the data set.
+
+    Raises:
+        ConfigError: If a file is missing or holds something else, or clients do not fit together.
     """
     clients = clients_in(path)
     train_paths = [path / "train" / f"{k}.npz" for k in range(clients)]
@@ -304,10 +307,16 @@ def _is_float(x: Array) -> bool:
 def _pixels(x: Array, path: Path, *, signed: bool) -> Array:
     """Return images as bytes with channels last.
 
+    Channels are taken to be first if the second axis has 1 or 3 entries and the last has not. A
+    missing channel axis is added.
+
     Args:
-        x: Bytes, or floats with channels first or last.
+        x: Bytes or floats, (N, H, W, C), (N, C, H, W) or (N, H, W).
         path: The file, for messages.
         signed: Whether floats are between -1 and 1, and not between 0 and 1.
+
+    Raises:
+        ConfigError: If these are no images, or floats outside of -1 to 1.
     """
     if x.ndim == 3:
         x = x[..., None]

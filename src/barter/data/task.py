@@ -69,11 +69,15 @@ class Data:
 
     @property
     def given(self) -> Dataset | None:
-        """The data set, if it was passed from Python; otherwise None."""
+        """Return the data set, if it was passed from Python; otherwise None."""
         return self.__dict__.get("_given")
 
     def load(self) -> Dataset:
-        """Load the data set from its source."""
+        """Return the data set that was given in Python, or load it from its source.
+
+        Raises:
+            ConfigError: If it is not there or cannot be read.
+        """
         return self.given or load_dataset(
             self.source,
             root=self.root,
@@ -84,7 +88,10 @@ class Data:
 
 
 def with_absolute_paths(data: Data) -> Data:
-    """Return the data with absolute paths, for processes that run in other folders."""
+    """Return the data with absolute paths, for processes that run in other folders.
+
+    These are `root`, and the paths of sources such as npz:PATH; names of sources stay.
+    """
 
     def absolute(source: str) -> str:
         kind, colon, path = source.partition(":")
@@ -140,7 +147,7 @@ class Task:
         return line
 
     def class_table(self) -> Tensor:
-        """Return the number of training images by client and class."""
+        """Return the number of training images (clients, classes), without validation."""
         return torch.stack([images.class_counts() for images in self.train]).cpu()
 
 
@@ -307,7 +314,11 @@ def own_data(data: Data, source: str) -> tuple[Dataset, Spec, Augment]:
 
 
 def _augment(dataset: Dataset, data: Data) -> Augment:
-    """Return the augmentation of training images."""
+    """Return the augmentation of training images.
+
+    With `data.augment`, images are shifted by up to an eighth of their width, and flipped if the
+    data set allows it. `data.flip`, if given, decides about flips in any case.
+    """
     # Images are padded by an eighth of their side before cropping: 4 pixels at 32, as usual for
     # CIFAR.
     crop = dataset.x_train.shape[-1] // 8 if data.augment else 0
@@ -316,7 +327,11 @@ def _augment(dataset: Dataset, data: Data) -> Augment:
 
 
 def _spec(dataset: Dataset, size: int | None) -> Spec:
-    """Return the image format, with the training images' mean and deviation."""
+    """Return the image format, with the training images' mean and deviation.
+
+    Height and width are `size`, or those of the images if it is None. Deviations are at least
+    0.001.
+    """
     _, channels, height, width = dataset.x_train.shape
     # Counting the 256 values of a byte is exact and needs no float copy of the data.
     values = torch.arange(256, dtype=torch.float64) / 255
@@ -333,7 +348,13 @@ def _spec(dataset: Dataset, size: int | None) -> Spec:
 
 
 def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
-    """Load the public images; None if the configuration names no public source."""
+    """Load the public images; None if the configuration names no public source.
+
+    They are the training images of the source `data.public`, without augmentation.
+
+    Raises:
+        ConfigError: If they cannot be loaded, or have another number of channels than the task.
+    """
     if not data.public:
         return None
     dataset = replace(data, source=data.public).load()
@@ -394,6 +415,8 @@ def _local_test(
     device: torch.device,
 ) -> Images:
     """Sample the largest test set with the client's class and domain frequencies.
+
+    Frequencies are those among the client's training and validation images.
 
     Raises:
         ConfigError: The test set has none of the client's classes.

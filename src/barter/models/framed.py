@@ -57,7 +57,7 @@ def add_frame_head(network: Classifier, scale: float) -> Classifier:
 
 
 def frame_head(network: Classifier) -> FrameHead:
-    """Return the head of a network that `add_frame_head` made."""
+    """Return the head of a network that `add_frame_head` made; others are an AssertionError."""
     head = network.head
     assert isinstance(head, FrameHead)
     return head

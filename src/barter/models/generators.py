@@ -103,7 +103,10 @@ class Decoder(nn.Module):
 
     @classmethod
     def from_state(cls, state: State, spec: Spec, parts: int = 0) -> Decoder:
-        """Return a frozen decoder with this state, valid until the next call."""
+        """Return a frozen decoder with this state; on a lane valid until the next call.
+
+        The width of codes follows from the state.
+        """
         shape = state["start.weight"].shape
         name = ("restored", shape, spec, parts)
         decoder = _restore(name, lambda: cls(shape[1], spec, parts), state)
@@ -113,12 +116,12 @@ class Decoder(nn.Module):
 
 
 def decoder_side(spec: Spec) -> int:
-    """Return the side in pixels of the images that a decoder makes for these inputs."""
+    """Return the side in pixels of a decoder's square images, at most 32 and the spec's."""
     return min(32, spec.height, spec.width)
 
 
 def resize_images(images: Tensor, spec: Spec) -> Tensor:
-    """Resize images to the clients' inputs; differentiable."""
+    """Resize images bilinearly to the spec's size, if they have another; differentiable."""
     if images.shape[-2:] == spec.shape[1:]:
         return images
     return F.interpolate(images, spec.shape[1:], mode="bilinear")
@@ -168,7 +171,7 @@ class LatentGenerator(nn.Module):
         self.end = nn.Linear(hidden, width)
 
     def noise(self, count: int, device: torch.device) -> Tensor:
-        """Sample the noise of `count` features."""
+        """Sample the noise of `count` features, uniform between 0 and 1."""
         return torch.rand(count, self.noise_width, device=device)
 
     def forward(self, noise: Tensor, y: Tensor) -> Tensor:
@@ -213,7 +216,11 @@ class MergeGenerator(nn.Module):
         self.apply(_initialise_as_dcgan)
 
     def merge_inputs(self, z: Tensor, y: Tensor) -> Tensor:
-        """Merge noise and labels to h = o(z, y), the input of the convolutions."""
+        """Merge noise and labels to h = o(z, y), the input of the convolutions.
+
+        By `merge`: "none" ignores the labels, "mul" and "add" combine z with a label's embedding,
+        and otherwise z is followed by the embedding, or by the one-hot label without embeddings.
+        """
         if self.names is None:
             if self.merge == "none":
                 return z
@@ -268,7 +275,10 @@ def _transposed_convolution(layer: nn.ConvTranspose2d, x: Tensor) -> Tensor:
 
 
 def _initialise_as_dcgan(layer: nn.Module) -> None:
-    """Initialise a layer's weights as DCGAN does."""
+    """Initialise a layer's weights as DCGAN does: normal, with deviation 0.02.
+
+    The mean is 0 for transposed convolutions and 1 for batch normalisation. Others stay.
+    """
     if isinstance(layer, nn.ConvTranspose2d):
         nn.init.normal_(layer.weight, 0.0, 0.02)
     elif isinstance(layer, nn.BatchNorm2d):

@@ -11,7 +11,11 @@ MIN_GROUP_CHANNELS = 4  # Least channels of a group.
 
 
 def use_group_norm(network: nn.Module) -> None:
-    """Replace every batch normalisation by group normalisation, in place."""
+    """Replace every batch normalisation by group normalisation, in place.
+
+    The number of groups is the largest divisor of the channels that is at most `GROUPS` and leaves
+    at least `MIN_GROUP_CHANNELS` in a group, or 1. Weights start anew.
+    """
     for name, part in list(network.named_children()):
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             channels = part.num_features

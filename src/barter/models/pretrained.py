@@ -70,7 +70,11 @@ def pretrained_generator(place: str, weights: str, device: torch.device) -> nn.M
 
 
 def _load(generator: nn.Module, weights: str) -> None:
-    """Load the weights of a safetensors file into a generator."""
+    """Load the weights of a safetensors file into a generator.
+
+    Raises:
+        ConfigError: If the file cannot be read, or names or shapes do not fit.
+    """
     try:
         generator.load_state_dict(load_file(weights))
     # torch raises RuntimeError if names or shapes do not fit.
@@ -121,6 +125,9 @@ def _not_images(result: object, codes: Tensor) -> ConfigError:
 @torch.no_grad()
 def generate_pixels(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
     """Generate images as bytes, in the format of the clients' images.
+
+    The generator's pixels are clamped to -1..1 and scaled to 0..255. Another number of channels is
+    replaced by their mean, another size is resized.
 
     Args:
         generator: The generator.

@@ -27,7 +27,7 @@ SIZES = ("in_channels", "out_channels", "groups", "in_features", "out_features",
 
 
 def narrow_width(width: int, rate: float) -> int:
-    """Return the number of channels that are left at this rate, at least one."""
+    """Return the number of channels that are left at this rate: rate * width, rounded up."""
     return math.ceil(rate * width)
 
 
@@ -82,7 +82,8 @@ def narrow_network(network: Classifier, rate: float) -> Classifier:
 def widen_network(part: Classifier) -> Classifier:
     """Return a copy of a narrowed network at its original width.
 
-    All tensors that had been cut are zero.
+    All tensors of layers that had been cut are zero, with the original shapes. A network that was
+    never narrowed is only copied.
     """
     model = copy.deepcopy(part)
     for layer in model.modules():

@@ -115,7 +115,12 @@ def load(
 
 
 def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
-    """Load all networks in a run's folder: the clients', then the server's."""
+    """Load all networks in a run's folder: the clients', then the server's, if any.
+
+    Raises:
+        CheckpointError: That round is not kept, or damaged.
+        ConfigError: A network cannot be built, or is code without consent.
+    """
     checkpoint = read_finished_round(run, round)
     _, state = checkpoint
     owners: list[int | None] = sorted(state["clients"])
@@ -269,6 +274,8 @@ def evaluate_networks(
 
 def _class_indices(dataset: Dataset, classes: Sequence[str]) -> Tensor:
     """Return the run's class index for each class of a data set, by name.
+
+    Classes that only have numbers keep them, if there are no more than the run has.
 
     Raises:
         ConfigError: The run does not know a class.

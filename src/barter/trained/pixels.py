@@ -54,7 +54,11 @@ def _wrong_type(dtype: str) -> ConfigError:
 
 
 def _to_full_scale(pixels: Tensor) -> Tensor:
-    """Scale floats from 0..1 to 0..255; raise if they are outside of that range."""
+    """Scale floats from 0..1 to 0..255.
+
+    Raises:
+        ConfigError: Values are outside of that range by more than `TOLERANCE`, or not finite.
+    """
     if not pixels.numel():
         return pixels
     low, high = (bound.item() for bound in pixels.aminmax())
@@ -70,7 +74,14 @@ def _to_full_scale(pixels: Tensor) -> Tensor:
 
 
 def _to_nchw(images: Tensor, spec: Spec) -> Tensor:
-    """Permute images to (N, C, H, W) from the layout that their shape implies."""
+    """Permute images to (N, C, H, W) from the layout that their shape implies.
+
+    The axis of C has the network's number of channels. If two layouts are possible, the one with
+    the network's input size counts.
+
+    Raises:
+        ConfigError: No layout is possible, or still several.
+    """
     readings = [
         pixels
         for pixels in _readings(images, spec.channels)
