@@ -57,7 +57,7 @@ def add_frame_head(network: Classifier, scale: float) -> Classifier:
 
 
 def frame_head(network: Classifier) -> FrameHead:
-    """Return the head of a network that `add_frame_head` made; others are an AssertionError."""
+    """Return the head of a network, which `add_frame_head` must have made."""
     head = network.head
     assert isinstance(head, FrameHead)
     return head

@@ -116,12 +116,12 @@ class Decoder(nn.Module):
 
 
 def decoder_side(spec: Spec) -> int:
-    """Return the side in pixels of a decoder's square images, at most 32 and the spec's."""
+    """Return the side of a decoder's square images: at most 32 pixels and the spec's."""
     return min(32, spec.height, spec.width)
 
 
 def resize_images(images: Tensor, spec: Spec) -> Tensor:
-    """Resize images bilinearly to the spec's size, if they have another; differentiable."""
+    """Resize images bilinearly to the spec's size, unless they have it; differentiable."""
     if images.shape[-2:] == spec.shape[1:]:
         return images
     return F.interpolate(images, spec.shape[1:], mode="bilinear")

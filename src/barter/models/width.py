@@ -27,7 +27,7 @@ SIZES = ("in_channels", "out_channels", "groups", "in_features", "out_features",
 
 
 def narrow_width(width: int, rate: float) -> int:
-    """Return the number of channels that are left at this rate: rate * width, rounded up."""
+    """Return the number of channels left at this rate: rate * width, rounded up."""
     return math.ceil(rate * width)
 
 
