@@ -53,7 +53,19 @@ __all__ = [
 
 
 def write_report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
-    """Run `barter report`."""
+    """Run `barter report`.
+
+    With `live`, the page is written again after every round until the run has ended.
+
+    Args:
+        what: The folder of a run or of a comparison.
+        to: The file; None for report.html in the folder.
+        live: Wait for further rounds.
+        images: Show private and synthetic images.
+
+    Raises:
+        Interrupted: The user pressed Ctrl-C; the page shows what there is.
+    """
     pages = import_optional("report.report")
     target = to or what / "report.html"
     console = make_console()
@@ -77,7 +89,12 @@ def write_report(what: Path, to: Path | None, *, live: bool, images: bool) -> No
 
 
 def print_privacy(run: Path | None, ledger: Path | None = None) -> None:
-    """Run `barter privacy`."""
+    """Run `barter privacy` for a run's folder or a site's ledger.
+
+    Raises:
+        ConfigError: Neither or both are given.
+        CheckpointError: There is no statement, or no ledger.
+    """
     if (run is None) == (ledger is None):
         raise ConfigError("give either the folder of a run, or --ledger and the folder of a site")
     if ledger is not None:
@@ -95,7 +112,15 @@ def print_privacy(run: Path | None, ledger: Path | None = None) -> None:
 
 
 def attack_run(run: Path, shadows: int, *, canary: bool, tries: int, images: int) -> None:
-    """Run `barter attack`."""
+    """Run `barter attack`, on the CPU.
+
+    Args:
+        run: The folder of a run; with `canary` also a configuration file.
+        shadows: The number of shadow runs for membership inference; must be even.
+        canary: Play the canary game instead of the attacks.
+        tries: The game's number of rounds with either image.
+        images: The game's number of images of each client.
+    """
     if canary:
         is_file = run.suffix == ".toml"
         config = resolve(open_config(run)) if is_file else read_run(require_run(run))
@@ -113,7 +138,14 @@ def attack_run(run: Path, shadows: int, *, canary: bool, tries: int, images: int
 
 
 def evaluate_run(run: Path, source: str, client: int | None, round: str) -> None:
-    """Run `barter evaluate`."""
+    """Run `barter evaluate`: print the accuracy of a run's networks on a data source.
+
+    Args:
+        run: The run's folder.
+        source: The source of the data.
+        client: The client whose network is evaluated; None for all, and the server's.
+        round: The value of --round.
+    """
     which = parse_round(round)
     folder = require_run(run)
     models = load_all(folder, which) if client is None else [load(folder, client, round=which)]
@@ -142,7 +174,11 @@ def export_from_run(run: Path, to: Path, client: int | None, round: str) -> None
 
 
 def check_method(name: str, settings: SettingTexts) -> None:
-    """Run `barter check`."""
+    """Run `barter check`: print for each rule whether an algorithm keeps it.
+
+    Raises:
+        BarterError: It breaks a rule.
+    """
     algorithm = resolve(requested_values(None, name, settings)).algorithm
     console = make_console()
     failed = 0

@@ -81,7 +81,14 @@ def run_experiment(
     simulate: bool,
     tensorboard: bool,
 ) -> None:
-    """Run `barter run`; `chosen` are the values of options that are config keys."""
+    """Run `barter run`; `chosen` are the values of options that are config keys.
+
+    Options that are not None win over --set, --algorithm and the file. Without `out`, the folder is
+    runs/ALGORITHM-SOURCE-seedN-TIME.
+
+    Raises:
+        ConfigError: A value is invalid, or --simulate is given without Flower.
+    """
     options = {key: value for key, value in chosen.items() if value is not None}
     tree = requested_values(config, algorithm, settings) | options
     resolved = resolve(tree)
@@ -103,7 +110,15 @@ def resume_run(
     *,
     tensorboard: bool,
 ) -> None:
-    """Run `barter resume`."""
+    """Run `barter resume`.
+
+    A run that stopped early is only reported, unless --rounds, an earlier --round or a larger
+    --patience is given.
+
+    Raises:
+        CheckpointError: It is no run, never began, or its checkpoint does not fit.
+        ConfigError: An option cannot be changed: fewer rounds than are done, or on Flower any.
+    """
     if never_began(run):
         raise CheckpointError(
             f"{run} was interrupted before its run began: there is nothing to continue, run it "
@@ -165,7 +180,16 @@ def compare_variants(
     question: Mapping[str, object],
     jobs: int,
 ) -> None:
-    """Run `barter compare`; `question` has baseline, metric and target or None."""
+    """Run `barter compare`; `question` has baseline, metric and target or None.
+
+    The folder of a comparison is shown without running anything. Otherwise unfinished runs are run,
+    `jobs` at the same time, and the table is shown if one of them succeeded.
+
+    Raises:
+        ConfigError: The options are malformed, or given together with a folder.
+        Interrupted: The user pressed Ctrl-C.
+        BarterError: A run failed.
+    """
     if what is not None and what.is_dir():
         if algorithms or seeds or settings or vary or only or out:
             raise ConfigError(

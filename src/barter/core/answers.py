@@ -800,7 +800,14 @@ def _if_all_known(combine: Callable[[list[int]], int], values: list[int | None])
 
 
 def _require(holds: bool, tree: Payload, wanted: Any, path: str) -> None:
-    """Raise PayloadError with the expected type if a condition does not hold."""
+    """Raise PayloadError if a condition does not hold.
+
+    Args:
+        holds: The condition.
+        tree: The part of the answer, whose type the message names.
+        wanted: The expected type.
+        path: The part's place in the answer.
+    """
     if not holds:
         name = getattr(wanted, "__name__", str(wanted)) if not get_args(wanted) else str(wanted)
         raise PayloadError(f"{path} is a {type(tree).__name__}, expected {name}")

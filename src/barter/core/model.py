@@ -55,7 +55,10 @@ class Classifier(nn.Module):
         """Load weights; a state dict without layer versions gets those of this network.
 
         State dicts that were sent or stored have lost the versions, which torch keeps in
-        `_metadata` and compares on loading.
+        `_metadata` and compares on loading. The given state dict is not changed.
+
+        Raises:
+            RuntimeError: If names (with `strict`) or shapes differ.
         """
         if not hasattr(state_dict, "_metadata"):
             state_dict = OrderedDict(state_dict)

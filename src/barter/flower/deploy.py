@@ -68,7 +68,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the server of a federation; Flower's SuperLink starts this process.
 
-    Errors are written to the run's journal.
+    Errors are written to the run's journal, as far as the disk allows, and raised.
     """
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which `flwr run --stream` shows
@@ -121,7 +121,11 @@ def conduct(
         largest: The file for the largest size of the next answers, for the gateway; none: no file.
 
     Returns:
-        The finished run.
+        The finished run, which may have stopped early.
+
+    Raises:
+        ConfigError: If the sites do not come, do not fit together, or the server cannot be built.
+        BarterError: If a round fails.
     """
     toml = to_toml(config)
     timeout = config.timeout or HOUR
@@ -192,7 +196,8 @@ def conduct(
 def _expect(file: Path, most: int | None) -> None:
     """Write the largest size of the next answers to a file, for the gateway.
 
-    The size has room for what Flower and an evaluation add to an answer.
+    The size, 2 * most + `SPARE`, has room for what Flower and an evaluation add to an answer. None
+    writes an empty file, which is no limit.
     """
     text = "" if most is None else str(2 * most + SPARE)
     if not file.exists() or file.read_text() != text:
@@ -265,7 +270,11 @@ class Roster:
 
     @classmethod
     def read(cls, out: Path) -> Roster | None:
-        """Return the roster in a run's folder; none if the run has not begun."""
+        """Return the roster in a run's folder; None if the run has not begun.
+
+        Raises:
+            CheckpointError: If its file is damaged.
+        """
         path = out / ROSTER
         if not path.exists():
             return None
@@ -307,7 +316,7 @@ class Roster:
         return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
 
     def require_same(self, hello: Hello) -> None:
-        """Raise ConfigError if a site has changed or was absent when the run began."""
+        """Raise ConfigError if a site's hello is not equal to one from the run's beginning."""
         if hello not in self.members:
             raise ConfigError(
                 f"site {hello.name} has changed since the run began, or was not there: "
@@ -416,7 +425,7 @@ def create_site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
 
     Args:
         folder: The deployment folder.
-        setup: The fields of site.toml.
+        setup: The fields of site.toml; its "name" names the folder, which must not exist.
     """
     site_folder = folder / "sites" / str(setup["name"])
     site_folder.mkdir(mode=0o700)
@@ -488,7 +497,11 @@ class Coordinator:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Start the SuperLink, and stop it at the end of the context."""
+        """Start the SuperLink, wait until it listens, and stop it at the end of the block.
+
+        Raises:
+            BarterError: It ended, or does not listen within 60 s.
+        """
         self.superlink.start()
         try:
             deadline = time.monotonic() + 60
@@ -510,7 +523,13 @@ class Coordinator:
             raise BarterError(f"the SuperLink ended: {reason}")
 
     def register(self) -> None:
-        """Register the public keys of the folder's sites, unless it is insecure."""
+        """Register the public keys of the folder's sites, unless it is insecure.
+
+        Keys that are registered already stay so.
+
+        Raises:
+            BarterError: Flower refuses a key.
+        """
         if self.insecure:
             return
         for site_folder in sorted((self.folder / "sites").iterdir()):
@@ -548,12 +567,18 @@ class Coordinator:
             raise BarterError(f"Flower did not accept the run: {_reason(done)}") from None
 
     def stop(self, run: str) -> None:
-        """Stop a run."""
+        """Stop a run; one that Flower does not stop within two minutes is left alone."""
         with suppress(subprocess.TimeoutExpired):
             self._flwr("stop", run, "barter")
 
     def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run Flower's command line with the connection of this folder."""
+        """Run Flower's command line with the connection of this folder.
+
+        A failed command is returned, not raised.
+
+        Raises:
+            subprocess.TimeoutExpired: It takes longer than 120 s.
+        """
         return subprocess.run(
             ["flwr", *arguments],
             env=self.env,
@@ -565,7 +590,13 @@ class Coordinator:
 
 
 def _port(folder: Path) -> int:
-    """Return the port at which a deployment's sites reach the coordinator."""
+    """Return the port at which a deployment's sites reach the coordinator.
+
+    It is that of the first site.
+
+    Raises:
+        ConfigError: The folder has no sites.
+    """
     site = next(iter(sorted(folder.glob("sites/*/site.toml"))), None)
     if site is None:
         raise ConfigError(f"{folder} is not a deployment folder: it has no sites/*/site.toml")
@@ -573,7 +604,7 @@ def _port(folder: Path) -> int:
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the output of a failed command in one line."""
+    """Return the error output of a failed command, or else its output, in one line."""
     return " ".join((done.stderr or done.stdout).split())
 
 

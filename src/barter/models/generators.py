@@ -121,7 +121,10 @@ def decoder_side(spec: Spec) -> int:
 
 
 def resize_images(images: Tensor, spec: Spec) -> Tensor:
-    """Resize images bilinearly to the spec's size, unless they have it; differentiable."""
+    """Resize images bilinearly to the spec's size, if they have another.
+
+    Differentiable. Images that have it are returned as they are.
+    """
     if images.shape[-2:] == spec.shape[1:]:
         return images
     return F.interpolate(images, spec.shape[1:], mode="bilinear")

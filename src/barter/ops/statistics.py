@@ -187,7 +187,8 @@ def combine_statistics(parts: Sequence[Statistics], batches: Sequence[int]) -> S
 
     Args:
         parts: The statistics of the same weights at each party.
-        batches: The number of batches in each party's pass.
+        batches: The number of batches in each party's pass, which a defence ignores unless it is a
+            mean over selected clients.
     """
     weights = torch.tensor(batches, dtype=torch.double) / sum(batches)
 

@@ -101,6 +101,8 @@ def statistics_entry(
 ) -> Entry:
     """Return an entry from which every client repeats the samples of all clients' statistics.
 
+    In place of codes it has the indices of samples. Weights are in half precision.
+
     Args:
         round_number: The round.
         codes: The codes of the samples by client, which are not sent.

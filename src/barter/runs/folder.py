@@ -412,10 +412,10 @@ def _is_state(state: Payload) -> bool:
 
 
 def require_run(run: Path) -> Path:
-    """Return the folder of a run that was begun.
+    """Return a folder if it is that of a run that was begun, one with a config.toml.
 
     Raises:
-        CheckpointError: It is not the folder of a run.
+        CheckpointError: It is not. For a comparison, the message names one of its runs.
     """
     if not (run / "config.toml").exists():
         runs = sorted(path.parent for path in run.glob("*/seed-*/config.toml"))
