@@ -316,7 +316,7 @@ class Roster:
         return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
 
     def require_same(self, hello: Hello) -> None:
-        """Raise ConfigError if a site's hello is not equal to one from the run's beginning."""
+        """Raise ConfigError if a hello is not equal to one from the run's beginning."""
         if hello not in self.members:
             raise ConfigError(
                 f"site {hello.name} has changed since the run began, or was not there: "
