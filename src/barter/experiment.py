@@ -480,8 +480,8 @@ class Experiment:
     def _save(self, folder: RunFolder, former_best: int | None) -> None:
         """Write the finished round's checkpoint; delete those not to be kept.
 
-        Kept are the last `keep_rounds` rounds, the last round before a collapse of accuracy, and
-        with `keep` "best" the best one on validation.
+        Kept are the last `keep_rounds` rounds, the last evaluated round whose accuracy had not
+        collapsed, and with `keep` "best" the best one on validation.
 
         Args:
             folder: The run's folder.

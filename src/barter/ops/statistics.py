@@ -147,8 +147,7 @@ def running_means(names: Iterable[str]) -> list[str]:
 def read_statistics(state: Mapping[str, Tensor]) -> Statistics:
     """Return the running statistics of a network's state, all layers concatenated.
 
-    Raises:
-        RuntimeError: If it has none.
+    There must be at least one layer with such statistics.
     """
     means = running_means(state)
     variances = [name.removesuffix(MEAN) + VARIANCE for name in means]
