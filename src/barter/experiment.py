@@ -691,7 +691,8 @@ class Experiment:
         Settings that may change, such as the number of rounds, are written to the folder.
 
         Raises:
-            CheckpointError: The run has another configuration, or its checkpoint does not fit.
+            CheckpointError: The run has another configuration, its checkpoint is damaged or not
+                kept, or was made with another configuration, other data or other networks.
         """
         path = folder.path
         begun = self._begun_with(read_toml(folder.config))

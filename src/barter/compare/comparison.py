@@ -354,7 +354,7 @@ def run_all(
 
     Args:
         jobs: The runs.
-        parallel: The number of runs at the same time.
+        parallel: The largest number of runs at once; each gets that share of the cores.
         view: Called regularly with the progress.
         show_line: Called with a line for each run that ends.
     """

@@ -177,7 +177,8 @@ class ComparisonSpec:
         """Return the configuration of each variant.
 
         Raises:
-            ConfigError: A setting is wrong; the message names the variant.
+            ConfigError: A setting is malformed, its key unknown or its value out of range; the
+                message names the variant.
         """
         configurations = {}
         for name, own in self.variants.items():

@@ -112,7 +112,7 @@ def parse_file(path: Path, meaning: Callable[[str], T]) -> T:
 
 
 def write_obstacle(folder: Path) -> str:
-    """Try to write 64 KiB to a folder and return the error message, if any.
+    """Try to write 64 KiB to a folder and return the error message, or "".
 
     Returns:
         Why the folder cannot be written to, for example a full disk; empty if it can.

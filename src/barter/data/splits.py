@@ -256,7 +256,8 @@ def _header(
         objects: Whether object arrays are allowed.
 
     Raises:
-        ValueError: If the header does not match the size, or objects are not allowed.
+        ValueError: If the header does not match the size, or the array holds Python objects and
+            `objects` is False.
     """
     version = np.lib.format.read_magic(file)
     if version == (1, 0):

@@ -105,7 +105,10 @@ class BaseEngine:
         raise NotImplementedError
 
     def on_server_stream(self) -> AbstractContextManager[None]:
-        """Run the server's work inside the block on the server's own CUDA stream, if any."""
+        """Run the server's work inside the block on the server's own CUDA stream.
+
+        An engine without such streams changes nothing.
+        """
         return nullcontext()
 
     def examples(self, client: int) -> int:

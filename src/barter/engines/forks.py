@@ -169,7 +169,7 @@ def run_in_processes(
 
     Args:
         jobs: The jobs, by key.
-        width: The number of processes that run at the same time.
+        width: The largest number of processes at once; each runs one job after the other.
         begin: Called once in each process with its monitor.
         advance: Called in this process with the progress that the others report.
         timeout: Seconds after which a job's process is killed; None for no limit.

@@ -295,7 +295,8 @@ class LocalEngine(BaseEngine):
         Raises:
             PrivacyError: If the budget does not allow the answer, or the algorithm does not declare
                 the method.
-            ConfigError: If a mechanism does not fit the answer.
+            ConfigError: If the answer lacks a mechanism's part, or the rows, labels or floats that
+                it works on.
         """
         if self.guard is None:
             return getattr(self.algorithm, method)(client, *received)

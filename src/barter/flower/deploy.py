@@ -604,7 +604,7 @@ def _port(folder: Path) -> int:
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the error output of a failed command, or else its output, in one line."""
+    """Return a failed command's error output in one line, its output if that is empty."""
     return " ".join((done.stderr or done.stdout).split())
 
 

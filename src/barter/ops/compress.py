@@ -104,7 +104,7 @@ def decompress_update(parts: Compressed, like: Mapping[str, Tensor]) -> State:
         The update by name.
 
     Raises:
-        PayloadError: If the update does not fit these tensors.
+        PayloadError: If it has another number of tensors, or other dtypes or shapes than these.
     """
     if len(parts) != len(like):
         raise PayloadError(f"a compressed update has {len(parts)} tensors, the network {len(like)}")

@@ -210,7 +210,8 @@ class Guard:
         Raises:
             PrivacyError: If the budget does not allow another answer, or a site would release an
                 unprotected part although the run promises a guarantee or the site has a budget.
-            ConfigError: If a mechanism does not fit the answer.
+            ConfigError: If the answer lacks a mechanism's part, or the rows, labels or floats that
+                it works on.
         """
         mechanisms = self.plan.of(method)
         if self.secret and method != Algorithm.evaluate.__name__:

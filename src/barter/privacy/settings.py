@@ -213,7 +213,9 @@ class Plan:
     """Privacy settings applied to an algorithm: the mechanism of each part.
 
     Raises:
-        ConfigError: If a mechanism does not fit its part, or a part is protected twice.
+        ConfigError: If the algorithm does not send a mechanism's part, or the part holds labels, no
+            floats or no rows of single images where the mechanism needs these; or if a part is
+            protected twice, or by parts and by private training.
     """
 
     def __init__(self, privacy: Privacy, algorithm: Algorithm[Any, Any]) -> None:
@@ -252,7 +254,8 @@ class Plan:
             algorithm: The algorithm.
 
         Raises:
-            ConfigError: If the algorithm does not send a part, or the mechanism does not fit it.
+            ConfigError: If the algorithm does not send a part, or the part holds labels, no floats
+                or no rows of single images where the mechanism needs these.
         """
         title = type(algorithm).__name__
         sent = {part for parts in self.parts.values() for part in parts} | self.parts.keys()
