@@ -515,7 +515,7 @@ class Experiment:
             server["flops"] = float(reading.server_flops)
             for k in clients:
                 clients[k]["flops"] = float(reading.flops.get(k, 0))
-                clients[k]["simulated_seconds"] = reading.by_client.get(k, 0.0)
+                clients[k]["simulated_call_seconds"] = reading.by_client.get(k, 0.0)
         return Round(
             t,
             clients,

@@ -80,7 +80,7 @@ def test_the_time_of_a_round_follows_from_bytes_operations_and_latency() -> None
     assert record.simulated_seconds == pytest.approx(4.401008, rel=1e-12)
     assert [m["flops"] for m in record.clients.values()] == [1e6, 1e6, 1e6]
     assert record.server["flops"] == 2000
-    seconds = record.values("simulated_seconds")
+    seconds = record.values("simulated_call_seconds")
     assert seconds == pytest.approx({0: 3.400008, 1: 4.400008, 2: 3.400008})
     assert Round.from_json(record.to_json()) == record
     assert record.scalars()["simulated_seconds/learn"] == record.simulated["learn"]
