@@ -22,21 +22,22 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "time_to_accuracy.jsonl"
 CLIENTS = 10
 TWO = "small-mlp,small-cnn"  # clients have one of two architectures, in turn
+LOCAL = {"epochs": 3, "batch_size": 32}  # local training of a round
 # Of each method its fields, number of rounds, networks, and whether it learns from public images.
 # Fields that are not named have their defaults.
 METHODS: dict[str, dict[str, Any]] = {
-    "fedavg": {"fields": {"epochs": 2}, "rounds": 12, "models": "small-cnn"},
-    "fedproto": {"fields": {"epochs": 2}, "rounds": 12, "models": TWO},
-    "fedkd": {"fields": {}, "rounds": 12, "models": TWO},
+    "fedavg": {"fields": LOCAL, "rounds": 8, "models": "small-cnn"},
+    "fedproto": {"fields": LOCAL, "rounds": 8, "models": TWO},
+    "fedkd": {"fields": LOCAL, "rounds": 8, "models": TWO},
     "feddf": {
-        "fields": {"epochs": 5, "distil_steps": 50},
+        "fields": {**LOCAL, "distil_steps": 50},
         "rounds": 6,
         "models": TWO,
         "public": True,
     },
     "dfrd": {
-        "fields": {"epochs": 2, "base": "fedavg", "iterations": 5},
-        "rounds": 8,
+        "fields": {**LOCAL, "base": "fedavg", "iterations": 5},
+        "rounds": 6,
         "models": "small-cnn",
     },
     "dffke": {
@@ -52,7 +53,7 @@ METHODS: dict[str, dict[str, Any]] = {
             "parts": 2,
             "share": 0.2,
         },
-        "rounds": 4,
+        "rounds": 3,
         "models": TWO,
     },
 }

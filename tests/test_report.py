@@ -539,6 +539,38 @@ def test_the_page_of_a_comparison_says_what_its_runs_say(tmp_path: Path) -> None
     assert "client 1 failed in &#x27;learn&#x27;, round 2" in content
 
 
+def test_a_comparison_is_drawn_by_simulated_time_and_by_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compared(tmp_path / "c", seeds=(0, 1), rounds=2)
+    for i, path in enumerate(sorted(folder.glob("*/seed-*"))):
+        seconds = {
+            "round": 7200.0 * (1 + i % 2)
+        }  # two hours a round with one seed, four with another
+        timed = [replace(r, simulated=seconds) for r in read_records(path)]
+        (path / "metrics.jsonl").unlink()
+        go_on(path, *timed)
+    drawn: dict[str, Any] = {}
+
+    def note(curves: Any, label: str, path: Path, positions: Any = None, axis: str = "") -> None:
+        drawn[path.name] = positions, axis
+
+    monkeypatch.setattr("barter.compare.comparison.draw_curves", note)
+    _, _, paths = Comparison.at(folder).write()
+    assert {path.name for path in paths if path.suffix == ".svg"} == {
+        "curves.svg",
+        "curves-time.svg",
+        "curves-bytes.svg",
+    }
+    assert drawn["curves.svg"][0] is None
+    hours, axis = drawn["curves-time.svg"]
+    assert (hours["alone"], axis) == ({1: 3.0, 2: 6.0}, "simulated time (hours)")
+    gigabytes, _ = drawn["curves-bytes.svg"]
+    assert gigabytes["alone"] == {1: 680e-9, 2: 1360e-9}
+    caption = "Accuracy of the clients' models, global test set, by simulated time"
+    assert named(charts(report(folder))[caption], "alone")["x"] == [3, 6]
+
+
 def test_odd_names_are_text_and_nothing_else(tmp_path: Path) -> None:
     for content in (report(written(tmp_path / "run")), report(compared(tmp_path / "c"))):
         assert "<script>alert" not in content

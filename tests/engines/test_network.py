@@ -19,6 +19,7 @@ from barter.core.record import Round
 from barter.engines import local
 from barter.engines.local import LocalEngine
 from barter.engines.network import Network
+from barter.runs.tables import closing_table
 from barter.setup.config import resolve, to_plain, with_defaults, with_settings
 from tests.conftest import perceptrons, same, state, tiny
 
@@ -83,6 +84,8 @@ def test_the_time_of_a_round_follows_from_bytes_operations_and_latency() -> None
     seconds = record.values("simulated_call_seconds")
     assert seconds == pytest.approx({0: 3.400008, 1: 4.400008, 2: 3.400008})
     assert Round.from_json(record.to_json()) == record
+    table = closing_table([record, record], ["a"] * 3, [1] * 3, [[0]] * 3)
+    assert table.caption == "simulated time 8.8 s, 4.4 s a round"
     assert record.scalars()["simulated_seconds/learn"] == record.simulated["learn"]
 
 
