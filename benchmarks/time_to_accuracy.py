@@ -133,7 +133,7 @@ def read(path: Path, preset: str) -> dict[str, dict[int, list[dict[str, Any]]]]:
         line = json.loads(text)
         if line["preset"] == preset:
             found.setdefault(line["method"], {}).setdefault(line["seed"], []).append(line)
-    return found
+    return {method: found[method] for method in METHODS if method in found}
 
 
 def mean(values: list[float]) -> float:
