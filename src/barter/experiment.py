@@ -382,13 +382,14 @@ class Experiment:
         start = time.perf_counter()
         all_clients = Clients(self.engine, self.engine.client_ids)
         self.engine.participants.clear()
-        if t == 1:
-            with seeds.scope(self.config.seed, 0, "server", device=self.device):
-                self.algorithm.setup(self.server, all_clients)
-        self.engine.round = t
-        defence = Defence(self.config.robust, self.config.robust_share)
-        with seeds.scope(self.config.seed, t, "server", device=self.device), defend(defence):
-            self.algorithm.round(self.server, all_clients, t)
+        with self.engine.count_server_work():
+            if t == 1:
+                with seeds.scope(self.config.seed, 0, "server", device=self.device):
+                    self.algorithm.setup(self.server, all_clients)
+            self.engine.round = t
+            defence = Defence(self.config.robust, self.config.robust_share)
+            with seeds.scope(self.config.seed, t, "server", device=self.device), defend(defence):
+                self.algorithm.round(self.server, all_clients, t)
         self._require_finite(t)
         record = self._record(t, all_clients, start)
         self.round = t
@@ -533,6 +534,14 @@ class Experiment:
         clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in all_clients}
         for k in adversarial:
             clients[k]["adversarial"] = 1.0
+        simulated: dict[str, float] = {}
+        if self.engine.clock is not None:
+            reading = self.engine.clock.take_reading()
+            simulated = reading.seconds
+            server["flops"] = float(reading.server_flops)
+            for k in clients:
+                clients[k]["flops"] = float(reading.flops.get(k, 0))
+                clients[k]["simulated_call_seconds"] = reading.by_client.get(k, 0.0)
         return Round(
             t,
             clients,
@@ -542,6 +551,7 @@ class Experiment:
             failures,
             participants=participants,
             primary=self.algorithm.primary,
+            simulated=simulated,
         )
 
     def _origin(self) -> dict[str, str]:

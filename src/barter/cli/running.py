@@ -210,7 +210,7 @@ def _print_comparison(comparison: Comparison) -> None:
         table.add_row(
             *(f"[bold]{escape(text)}[/bold]" if best else escape(text) for text, best in row)
         )
-    width = None if sys.stdout.isatty() else 160
+    width = None if sys.stdout.isatty() else 200
     Console(highlight=False, emoji=False, width=width).print(table)
     if missing:
         more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""

@@ -34,6 +34,8 @@ class Round:
     primary: Primary = "clients"  # The model whose accuracy is the method's headline.
     # What a reader should know of the round, such as that the accuracy fell to chance.
     warnings: list[str] = dataclasses.field(default_factory=list)
+    # Method, "server" or "round" -> seconds in the simulated network; empty if there is none.
+    simulated: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def values(self, metric: str, clients: Collection[int] | None = None) -> dict[int, float]:
         """Return the value of a metric for each client that reports it.
@@ -81,6 +83,11 @@ class Round:
         """Return the total bytes in a direction, "up" or "down"."""
         return sum(count[direction] for count in self.bytes.values())
 
+    @property
+    def simulated_seconds(self) -> float | None:
+        """Return how long the round takes in the simulated network; None if there is none."""
+        return self.simulated.get("round")
+
     def scalars(self) -> dict[str, float]:
         """Return all numbers under flat names for experiment trackers.
 
@@ -97,6 +104,8 @@ class Round:
             flat[f"bytes/{direction}"] = self.traffic(direction)
         for phase, seconds in self.seconds.items():
             flat[f"seconds/{phase}"] = seconds
+        for phase, seconds in self.simulated.items():
+            flat[f"simulated_seconds/{phase}"] = seconds
         flat["failures"] = len(self.failures)
         return flat
 
@@ -127,7 +136,7 @@ class Round:
     def _is_valid(self) -> bool:
         """Return whether all fields have the types that they are declared with."""
         numbers: list[object] = [self.round, self.seconds["round"], *self.participants]
-        for metrics in (self.server, self.seconds, *self.clients.values()):
+        for metrics in (self.server, self.seconds, self.simulated, *self.clients.values()):
             numbers += metrics.values()
         for traffic in self.bytes.values():
             numbers += [traffic["up"], traffic["down"]]

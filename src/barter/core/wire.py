@@ -64,6 +64,10 @@ class Wire:
         """Count a payload's bytes, without checking it; for one sent to several clients."""
         self._bytes[method, client, direction] += nbytes(tree)
 
+    def bytes_of(self, method: str, client: int, direction: Direction) -> int:
+        """Return the bytes of a method's payloads since the counts were last reset."""
+        return self._bytes[method, client, direction]
+
     def take_bytes(self) -> Counter[tuple[str, int, Direction]]:
         """Return the bytes by method, client and direction, and reset the counts."""
         counts = self._bytes

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from barter.compute import lanes
+from barter.compute.flops import count_flops
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.answers import Known, Valid, shapes_of, validate
@@ -28,6 +29,7 @@ from barter.core.nodes import Monitor, Server, Silence
 from barter.core.outliers import OutlierComparison, compare_answers, find_large_logits, probe
 from barter.core.payload import Payload, State, leaves, map_leaves, to_floats
 from barter.core.wire import Wire
+from barter.engines.network import Clock
 from barter.privacy.parts import nonempty_parts
 from barter.privacy.side_information import RESULTS, holds_metrics
 
@@ -69,6 +71,7 @@ class BaseEngine:
         # Client -> ε of everything it has released, as it reports with its answers.
         self.reported_epsilon: dict[int, float] = {}
         self.adversarial: Sequence[int] = ()  # Simulated adversarial clients.
+        self.clock: Clock | None = None  # Simulated time; None if no network is simulated.
         self.server: Server | None = None  # None in the engine of a single site.
         self._capped: set[int] = set()  # Clients whose claimed image count was capped.
         self._known: dict[int, Known] = {}
@@ -107,6 +110,16 @@ class BaseEngine:
     def on_server_stream(self) -> AbstractContextManager[None]:
         """Run the server's work inside the block on the server's own CUDA stream, if any."""
         return nullcontext()
+
+    @contextmanager
+    def count_server_work(self) -> Iterator[None]:
+        """Add the server's work inside the block to the simulated time, if there is any."""
+        if self.clock is None:
+            yield
+            return
+        with count_flops() as count:
+            yield
+        self.clock.add_server_work(count.total)
 
     def examples(self, client: int) -> int:
         """Return a client's number of images, as the client reports it."""

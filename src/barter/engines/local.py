@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from barter.compute import lanes
+from barter.compute.flops import count_flops, set_aside
 from barter.compute.lanes import Lane, Tune
 from barter.compute.parking import Parking
 from barter.compute.threads import limit_threads
@@ -29,6 +30,7 @@ from barter.engines import forks
 from barter.engines.adversaries import Adversaries, poison, states_in
 from barter.engines.base import BaseEngine
 from barter.engines.forks import ForkedCall
+from barter.engines.network import CallWork, Clock
 from barter.privacy.guard import Guard
 from barter.privacy.side_information import EPSILON, FAILURES
 
@@ -36,6 +38,7 @@ __all__ = ["LocalEngine"]
 
 log = logging.getLogger("barter")
 
+_EVALUATION = Algorithm.evaluate.__name__
 FORK_SECONDS = 0.1  # A shorter call costs less than a process of its own.
 
 
@@ -70,6 +73,7 @@ class LocalEngine(BaseEngine):
         guard: Protects answers as the run's privacy settings require; None for no protection.
         timeout: Seconds that a client has for one call; None for no limit.
         adversaries: What simulated adversarial clients do, and their ids.
+        clock: Simulated time and network; None for none.
     """
 
     def __init__(
@@ -87,8 +91,10 @@ class LocalEngine(BaseEngine):
         guard: Guard | None = None,
         timeout: float | None = None,
         adversaries: tuple[Adversaries, Sequence[int]] = (Adversaries(), ()),
+        clock: Clock | None = None,
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
+        self.clock = clock
         self.clients = clients
         self.guard = guard
         self.adversaries, self.adversarial = adversaries
@@ -101,6 +107,7 @@ class LocalEngine(BaseEngine):
             client.monitor = self
         self._cost: dict[str, float] = {}  # Method -> seconds of a call when last measured.
         self._took: dict[tuple[str, int], float] = {}  # (method, client) -> the same.
+        self._flops: dict[int, int] = {}  # Client -> operations of its current call.
         self._local_only = True  # True if nothing was exchanged before the current call.
         self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
@@ -164,6 +171,59 @@ class LocalEngine(BaseEngine):
                 which does not know the other clients; None lets this engine decide.
         """
         self._local_only = self.is_local_only() if local_only is None else local_only
+        # What the engine computes here, such as checks of answers, is not the server's work.
+        with set_aside():
+            if self.clock is None or method == _EVALUATION:
+                answers, failures = self._call_all(method, args)
+            else:
+                answers, failures = self._call_in_time(self.clock, method, args)
+            failures |= self.drop_outliers(method, answers, args)
+        self.failures += [failures[k] for k in sorted(failures)]
+        return Replies(answers, self.image_counts(answers), failures)
+
+    def _call_in_time(
+        self, clock: Clock, method: str, args: Mapping[int, tuple[Any, ...]]
+    ) -> tuple[dict[int, Any], dict[int, Failure]]:
+        """Run a method on the clients that the simulated network reaches, and add its time.
+
+        A client whose answer comes too late is as it was before the call, except that what it
+        released stays counted.
+        """
+        unreachable = clock.begin_call(method, args, self.round)
+        reached = {k: args[k] for k in args if k not in unreachable}
+        states: dict[int, tuple[Payload, dict[str, float]]] = {}
+        if clock.network.policy != "wait":
+            for k in reached:
+                client = self.clients[k]
+                states[k] = isolate(client.memory()), dict(client.report)
+        before = {k: self._bytes(method, k) for k in reached}
+        self._flops = {}
+        answers, failures = self._call_all(method, reached) if reached else ({}, {})
+        work = {}
+        for k in reached:
+            down, up = self._bytes(method, k)
+            work[k] = CallWork(down - before[k][0], self._flops.get(k, 0), up - before[k][1])
+        late = clock.end_call(method, len(args), work, answers)
+        for k in late:
+            del answers[k]
+            memory, report = states[k]
+            client = self.clients[k]
+            released = client.released
+            client.recall(memory)
+            client.released = released
+            client.report = report
+        for k, error in {**unreachable, **late}.items():
+            failures[k] = self.failure(k, method, error)
+        return answers, failures
+
+    def _bytes(self, method: str, k: int) -> tuple[int, int]:
+        """Return the bytes of a client's calls so far, down and up."""
+        return self.wire.bytes_of(method, k, "down"), self.wire.bytes_of(method, k, "up")
+
+    def _call_all(
+        self, method: str, args: Mapping[int, tuple[Any, ...]]
+    ) -> tuple[dict[int, Any], dict[int, Failure]]:
+        """Run a method on clients; return the answers and the failures."""
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         for k in set(self.adversarial) & set(args):
@@ -195,9 +255,7 @@ class LocalEngine(BaseEngine):
                     for k in order:
                         settle(k, partial(self._call_here, method, k, args[k]))
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
-        failures |= self.drop_outliers(method, answers, args)
-        self.failures += [failures[k] for k in sorted(failures)]
-        return Replies(answers, self.image_counts(answers), failures)
+        return answers, failures
 
     def receive_answer(
         self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
@@ -257,11 +315,24 @@ class LocalEngine(BaseEngine):
             stream = seeds.scope(seed, *path, device=client.device)
             with self.parking.on_device(client), client.use_lane_module(), stream:
                 with record_local_only(client) if self._local_only else nullcontext():
-                    answer = self._run_protected(method, client, path, received)
+                    with self._count_work(method, k):
+                        answer = self._run_protected(method, client, path, received)
                     lanes.wait_for_device()
                 return answer
         finally:
             self.watched.advance(self._credit.pop(lane))
+
+    @contextmanager
+    def _count_work(self, method: str, k: int) -> Iterator[None]:
+        """Count the operations of a client's call, if time is simulated."""
+        if self.clock is None or method == _EVALUATION:
+            yield
+            return
+        with count_flops() as count:
+            try:
+                yield
+            finally:
+                self._flops[k] = count.total
 
     def _run_protected(
         self, method: str, client: Client, path: tuple[object, ...], received: tuple[Any, ...]
@@ -387,6 +458,7 @@ class LocalEngine(BaseEngine):
         outcome["report"] = client.report
         outcome["requires_grad"] = [p.requires_grad for p in client.model.parameters()]
         outcome["training"] = [module.training for module in client.model.modules()]
+        outcome["flops"] = self._flops.get(k, 0)
         outcome["took"] = time.perf_counter() - start
         return outcome
 
@@ -402,6 +474,7 @@ class LocalEngine(BaseEngine):
             raise Elsewhere(death, "")
         client = self.clients[k]
         self._took[method, k] = outcome["took"]
+        self._flops[k] = outcome["flops"]
         client.recall(outcome["memory"])
         client.report = outcome["report"]
         parameters = client.model.parameters()

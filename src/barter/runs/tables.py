@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from barter.core.record import Round
-from barter.runs.progress import format_bytes
+from barter.runs.progress import format_bytes, format_duration
 from barter.runs.selection import best_round
 
 __all__ = [
@@ -213,6 +213,11 @@ def closing_table(
     table.add_section()
     for row in together:
         table.add_row(*row)
+    simulated = [r.simulated_seconds for r in records if r.simulated_seconds is not None]
+    if simulated:
+        total = sum(simulated)
+        mean = format_duration(total / len(simulated))
+        table.caption = f"simulated time {format_duration(total)}, {mean} a round"
     return table
 
 

@@ -22,6 +22,7 @@ from barter.data.task import Data, Task, make_task, overlap_note
 from barter.engines.adversaries import choose, flip_labels
 from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
+from barter.engines.network import Clock
 from barter.models.zoo import Own
 from barter.privacy.guard import Guard
 from barter.runs.folder import read_finished_round
@@ -134,6 +135,15 @@ def assemble(
         for k in adversarial:
             del clients[k]
         adversarial = ()
+    clock = None
+    if config.network.enabled:
+        clock = Clock(
+            config.network,
+            config.clients,
+            seed=config.seed,
+            methods=list(config.algorithm.crosses),
+            min_clients=config.min_clients,
+        )
     server = make_server(config, names, parts, task.spec, task.public, device)
     engine = LocalEngine(
         config.algorithm,
@@ -148,6 +158,7 @@ def assemble(
         guard=Guard(config.privacy, config.algorithm),
         timeout=config.timeout,
         adversaries=(config.adversaries, adversarial),
+        clock=clock,
     )
     if config.timeout is not None and (why := engine.timeout_gap()):
         log.warning(

@@ -25,6 +25,7 @@ CHOICES = {
     "privacy": "privacy.epsilon",
     "evaluate": "evaluate.every",
     "adversaries": "adversaries.fraction",
+    "network": "network.preset",
 }
 
 
@@ -129,6 +130,7 @@ def known_keys() -> frozenset[str]:
         "privacy.": [_class(_source("privacy", "settings"), "Privacy")],
         "evaluate.": [_class(_source("core", "metrics"), "Evaluation")],
         "adversaries.": [_class(_source("engines", "adversaries"), "Adversaries")],
+        "network.": [_class(_source("engines", "network"), "Network")],
     }
     found = {
         table + name
@@ -137,7 +139,8 @@ def known_keys() -> frozenset[str]:
         for name in _fields(kind)
     }
     tables = {table.rstrip(".") for table in kinds}
-    return frozenset((found - tables) | {"algorithm.name", "algorithm.preset", "partition.name"})
+    choices = {"algorithm.name", "algorithm.preset", "partition.name", "network.preset"}
+    return frozenset((found - tables) | choices)
 
 
 def _dataclasses(tree: ast.Module) -> list[ast.ClassDef]:

@@ -34,6 +34,7 @@ from barter.data.sources import SOURCES
 from barter.data.splits import clients_in
 from barter.data.task import SITES, Data
 from barter.engines.adversaries import Adversaries
+from barter.engines.network import Network
 from barter.privacy import Privacy
 from barter.setup.catalogue import CHOICES, known_keys
 
@@ -88,6 +89,7 @@ TABLES: dict[str, dict[str, str]] = {
     "privacy": {},
     "evaluate": {},
     "adversaries": {},
+    "network": {},
 }
 
 
@@ -125,6 +127,8 @@ class Config:
     robust_share: Fraction = 0.3  # share of adversarial clients that robust aggregation assumes
     # simulated adversarial clients, for research
     adversaries: Adversaries = dataclasses.field(default_factory=Adversaries)
+    # simulated bandwidth, latency and speed of clients; the run's record then has simulated time
+    network: Network = dataclasses.field(default_factory=Network)
     # the folder of a run whose trained networks are the initial ones; empty: start from the seed
     start: str = ""
     # checkpoint to keep in addition to those of the last rounds: none, or that of the best one on
@@ -154,6 +158,12 @@ class Config:
                 "data.validation to a share of the training images, such as 0.1"
             )
         self._require_defence()
+        self.network.require(self.clients, self.min_clients)
+        if self.network.enabled and self.engine == "flower":
+            raise ConfigError(
+                "network: links and times are simulated with engine=local only; on Flower they are "
+                "real, and timeout is the deadline"
+            )
         object.__setattr__(self, "privacy", self.privacy.settle(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
             raise ConfigError(
@@ -212,6 +222,7 @@ class RunSettings(TypedDict, total=False):
     robust: str
     robust_share: float
     adversaries: Adversaries | None
+    network: Network | None
     start: str | Path
     keep: str
     keep_rounds: int
@@ -242,7 +253,7 @@ def configure(
     values: dict[str, Any] = {
         name: value
         for name, value in settings.items()
-        if value is not None or name not in ("privacy", "evaluate", "adversaries")
+        if value is not None or name not in ("privacy", "evaluate", "adversaries", "network")
     }
     if "start" in values:
         values["start"] = str(values["start"])
@@ -345,6 +356,12 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     values["privacy"] = build_dataclass(Privacy, values["privacy"], "privacy.")
     values["evaluate"] = build_dataclass(Evaluation, values["evaluate"], "evaluate.")
     values["adversaries"] = build_dataclass(Adversaries, values["adversaries"], "adversaries.")
+    link_preset = values["network"].pop("preset", None)
+    values["network"] = (
+        build_dataclass(Network, values["network"], "network.")
+        if link_preset is None
+        else Network.preset(str(link_preset), values["network"])
+    )
     return build_dataclass(Config, values)
 
 
@@ -452,7 +469,7 @@ def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str,
             unnamed = value if path[0] == "algorithm" else TABLES[path[0]].get("name")
             if table.get("name", unnamed) != value:
                 table.clear()
-        if path == ["algorithm", "preset"]:
+        if path in (["algorithm", "preset"], ["network", "preset"]):
             # A preset in the settings overrides the fields that a file sets.
             for key in table.keys() - {"name"}:
                 del table[key]
@@ -549,7 +566,7 @@ def to_plain(config: Config) -> dict[str, Any]:
         names = {known: name for name, known in registry.items()}
         name = names.get(kind, f"{kind.__module__}:{kind.__qualname__}")
         tree[section] = {"name": name, **fields(tree[section])}
-    for section in ("data", "privacy", "evaluate", "adversaries"):
+    for section in ("data", "privacy", "evaluate", "adversaries", "network"):
         tree[section] = fields(tree[section])
     return tree
 
@@ -588,7 +605,12 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
         method = find_algorithm(algorithm["name"])
         present = drop_retired_fields(method, method.upgrade(algorithm), "algorithm.")
         filled["algorithm"] = {**defaults(method), **present}
-    sections = (("data", Data), ("evaluate", Evaluation), ("adversaries", Adversaries))
+    sections: tuple[tuple[str, type[Any]], ...] = (
+        ("data", Data),
+        ("evaluate", Evaluation),
+        ("adversaries", Adversaries),
+        ("network", Network),
+    )
     for section, kind in sections:
         filled[section] = {**defaults(kind), **tree.get(section, {})}
     return filled
