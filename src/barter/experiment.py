@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from barter.compute.precision import use_precision
 from barter.compute.threads import limit_threads
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
+from barter.core.client_states import ClientStates, LazyClient
 from barter.core.clients import Clients
 from barter.core.errors import (
     CheckpointError,
@@ -54,6 +56,7 @@ from barter.runs.folder import (
 )
 from barter.runs.progress import make_onlooker
 from barter.runs.selection import Selection, Stop
+from barter.runs.state_files import StateFiles, StoredStates
 from barter.setup.assembly import Federation, assemble, resolve_partition, start_from
 from barter.setup.config import (
     RESULT_FREE,
@@ -74,6 +77,8 @@ __all__ = ["Experiment"]
 
 log = logging.getLogger("barter")
 
+# Bytes that clients may take in host memory during a round, if the others are stored in files.
+STATES_LIMIT = 2 * 2**30
 EVALUATION = Algorithm.evaluate.__name__
 
 
@@ -189,7 +194,7 @@ class Experiment:
         experiment.round = last
         try:
             experiment.server.recall(state["server"])
-            experiment.engine.recall(state["clients"])
+            experiment._restore_clients(state["clients"])
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{run} holds the checkpoint of another experiment: {summarise_error(error)}"
@@ -248,6 +253,7 @@ class Experiment:
         self.engine.set_server(self.server)
         self.round = 0
         self._unfinished = False
+        self.states = self._store_states(out)
         if self.config.start and not (resume and out is not None and has_checkpoint(out)):
             start_from(Path(self.config.start), federation)
         self._data = "" if out is None else federation.fingerprint()
@@ -257,6 +263,29 @@ class Experiment:
         if self.folder is not None and self.round:
             # The run may have been killed after its checkpoint and before its privacy statement.
             self.folder.state(self.privacy().to_json())
+
+    def _store_states(self, out: Path | None) -> StateFiles | None:
+        """Have clients that do not take part stored in files, if the configuration says so.
+
+        Args:
+            out: The run's folder; without one, the files are temporary.
+        """
+        if not self.config.stores_states or not isinstance(self.engine, LocalEngine):
+            return None
+        if out is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="barter-")
+            folder = Path(self._temporary.name)
+        else:
+            folder = out / "clients"
+        states = StateFiles(folder)
+        self.engine.store_states(ClientStates(self.engine.clients, states, STATES_LIMIT))
+        log.info(
+            "%d clients: the states of those that do not take part are in %s; "
+            "state_store=memory keeps them in memory",
+            self.config.clients,
+            folder,
+        )
+        return states
 
     def _chance(self, federation: Federation) -> float:
         """Return the accuracy on the test set of a model that always predicts the same class."""
@@ -374,6 +403,8 @@ class Experiment:
         start = time.perf_counter()
         all_clients = Clients(self.engine, self.engine.client_ids)
         self.engine.participants.clear()
+        if self.states is not None:
+            self.states.round = t
         if t == 1:
             with seeds.scope(self.config.seed, 0, "server", device=self.device):
                 self.algorithm.setup(self.server, all_clients)
@@ -388,6 +419,7 @@ class Experiment:
         best = self.selection.best
         self.selection.add(record)
         self.stopped = self.selection.stop()
+        self._rest_clients()
         if self.folder is not None:
             self.folder.append(record)
             self._save(self.folder, best)
@@ -397,6 +429,23 @@ class Experiment:
         if self.selection.best is None and t == 1:
             self._warn_without_validation()
         return record
+
+    def _rest_clients(self) -> None:
+        """Put all clients to rest at the end of a round, if their states are stored in files."""
+        if self.states is None or not isinstance(self.engine, LocalEngine):
+            return
+        assert self.engine.states is not None
+        self.engine.states.rest_all()
+        if self.folder is None:
+            self.states.prune([])
+            return
+        if self.states.has_initial:
+            return
+        clients = [c for c in self.engine.clients.values() if isinstance(c, LazyClient)]
+        kinds = {client.id: client.architecture for client in clients}
+        first = {client.architecture: client for client in reversed(clients)}
+        initial = {name: client.initial_memory() for name, client in first.items()}
+        self.states.write_initial(initial, kinds)
 
     def _require_finite(self, t: int) -> None:
         """Raise if a round left NaN or infinity in the server's state, which must not be saved.
@@ -461,7 +510,8 @@ class Experiment:
             # If this round is the new best, the former best stays until the new one is on disk.
             if former_best is not None:
                 until_saved.add(former_best)
-        folder.save(self.round, self._state(), self._origin(), keep, until_saved)
+        state = self._state(clients=self.states is None)
+        folder.save(self.round, state, self._origin(), keep, until_saved, self.states)
 
     def _warn_without_validation(self) -> None:
         """Warn if `keep` or `patience` needs a validation accuracy and the first round has none."""
@@ -474,7 +524,7 @@ class Experiment:
     def _record(self, t: int, all_clients: Clients, start: float) -> Round:
         """Evaluate clients and server where evaluation is due, and return the record of round t."""
         participants = sorted(self.engine.participants)
-        tested = [k for k in all_clients if self.engine.tests_due(k, EVALUATION)]
+        tested = self.engine.clients_due()
         adversarial = self.engine.adversarial
         # Adversarial clients are not evaluated: means are those of honest clients.
         evaluated = {*tested, *participants} - set(adversarial)
@@ -522,11 +572,11 @@ class Experiment:
         """Return the configuration and the data's fingerprint, which a checkpoint carries along."""
         return {"config": to_toml(self.config), "data": self._data}
 
-    def _state(self) -> dict[str, Any]:
-        """Return all that a checkpoint holds."""
+    def _state(self, *, clients: bool = True) -> dict[str, Any]:
+        """Return all that a checkpoint holds; without `clients`, their states are in files."""
         return {
             "server": self.server.memory(),
-            "clients": self.engine.memory(),
+            "clients": self.engine.memory() if clients else {},
             "networks": self.networks,
             "crossed": self.engine.crossed,
             "told": self.engine.told,
@@ -633,6 +683,8 @@ class Experiment:
                 ) from error
         note_consent(path, code)
         folder.go_on_after(self.round)
+        if self.states is not None:
+            folder.clean_states(self.states)
         threads = self.config.threads
         threads_before = begun.get("threads")
         if self.round and isinstance(threads_before, int) and threads not in (None, threads_before):
@@ -652,7 +704,7 @@ class Experiment:
     def _restore(self, state: Payload, records: Sequence[Round]) -> None:
         """Restore all parties and the account of what was released."""
         self.server.recall(state["server"])
-        self.engine.recall(state["clients"])
+        self._restore_clients(state["clients"])
         for k, seen in state.get("crossed", {}).items():
             self.engine.crossed[k] = self.engine.crossed.get(k, {}) | seen
         self.engine.told = state.get("told", {})
@@ -660,6 +712,17 @@ class Experiment:
         for record in records:
             for k, metrics in record.clients.items():
                 self.engine.record_epsilon(k, metrics.get(EPSILON))
+
+    def _restore_clients(self, states: Mapping[int, Payload]) -> None:
+        """Restore the clients; those whose state is in a file are read when they are used."""
+        if self.states is not None and isinstance(states, StoredStates):
+            if list(states) != list(self.engine.client_ids):
+                raise LookupError(f"it has {len(states)} clients")
+            self.states.restore(states)
+            return
+        if self.states is not None:
+            self.states.round = self.round
+        self.engine.recall(states)
 
 
 def _extend(error: Exception, text: str) -> None:

@@ -8,7 +8,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from barter.compute.parking import Parking
 from barter.compute.threads import limit_threads
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
+from barter.core.client_states import ClientStates
 from barter.core.clients import Failure, Replies
 from barter.core.evaluation import record_local_only
 from barter.core.nodes import Client, Monitor
@@ -90,6 +91,8 @@ class LocalEngine(BaseEngine):
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
         self.clients = clients
+        self.states: ClientStates | None = None  # None keeps all clients in memory.
+        self._ids = sorted(clients)
         self.guard = guard
         self.adversaries, self.adversarial = adversaries
         self._before: dict[int, State] = {}  # Adversarial client -> its weights before the call.
@@ -113,7 +116,7 @@ class LocalEngine(BaseEngine):
             width = min(streams, len(clients))
             # Rough estimate of a client's work: its images times the size of its network.
             self.loads = {
-                k: len(client.data) * lanes.footprint(client.model) for k, client in clients.items()
+                k: len(client.data) * client.model_bytes() for k, client in clients.items()
             }
             # Clients with much more work would finish last, so they get lanes of high priority.
             threshold = 1.5 * statistics.fmean(self.loads.values())
@@ -127,7 +130,23 @@ class LocalEngine(BaseEngine):
 
     @property
     def client_ids(self) -> Sequence[int]:
-        return sorted(self.clients)
+        return self._ids
+
+    def store_states(self, states: ClientStates) -> None:
+        """Put clients to rest from now on, as `states` decides."""
+        self.states = states
+        states.on_rest = self._leave_device
+
+    def _leave_device(self, client: int) -> None:
+        """Note that a resting client takes no device memory."""
+        self.parking.sizes.pop(client, None)
+
+    def _using(self, method: str, client: int) -> AbstractContextManager[None]:
+        """Keep a client in memory inside the block, which runs a method or its consequences."""
+        if self.states is None:
+            return nullcontext()
+        changes = method != Algorithm.evaluate.__name__
+        return self.states.using(self.clients[client], changes=changes)
 
     def examples(self, client: int) -> int:
         return len(self.clients[client].data)
@@ -138,6 +157,8 @@ class LocalEngine(BaseEngine):
     def recall(self, memory: Mapping[int, Payload]) -> None:
         for k, client in self.clients.items():
             client.recall(memory[k])
+            if self.states is not None:
+                self.states.make_room(client)
 
     @contextmanager
     def on_server_stream(self) -> Iterator[None]:
@@ -210,6 +231,11 @@ class LocalEngine(BaseEngine):
 
     def _call_here(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """Run a client's call in this process and return the checked answer."""
+        with self._using(method, k):
+            return self._call_awake(method, k, args)
+
+    def _call_awake(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
+        """Run the call of a client that stays in memory meanwhile."""
         received = self.wire.carry(args, method, k, "down", self.clients[k].device)
         start = time.perf_counter()
         try:
@@ -396,6 +422,13 @@ class LocalEngine(BaseEngine):
         """Apply what a forked call changed to the client here and return the checked answer."""
         if outcome is None:
             raise Elsewhere(death, "")
+        with self._using(method, k):
+            return self._apply_outcome(method, k, args, outcome)
+
+    def _apply_outcome(
+        self, method: str, k: int, args: tuple[Any, ...], outcome: dict[str, Payload]
+    ) -> Any:
+        """Apply the outcome of a forked call to a client that stays in memory meanwhile."""
         client = self.clients[k]
         self._took[method, k] = outcome["took"]
         client.recall(outcome["memory"])

@@ -110,7 +110,14 @@ def assemble(
         )
     device = resolve_device(config.device)
     memory = limit_memory(device, config.device_memory)
-    task = make_task(config.data, config.partition, config.clients, config.seed, device)
+    task = make_task(
+        config.data,
+        config.partition,
+        config.clients,
+        config.seed,
+        device,
+        shared=config.stores_states,
+    )
     require_apart(config, task.overlap)
     if task.overlap:
         log.warning("data.public=%r: %s", config.data.public, overlap_note(task.overlap))

@@ -14,7 +14,7 @@ import tomli_w
 from barter.algorithms import ALGORITHMS
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.metrics import Evaluation
+from barter.core.metrics import MANY_CLIENTS, Evaluation
 from barter.core.params import (
     Count,
     DeviceName,
@@ -69,6 +69,7 @@ RESULT_FREE = (
     "engine",
     "timeout",
     "answer_mb",
+    "state_store",
     "keep",
     "keep_rounds",
     "patience",
@@ -113,6 +114,9 @@ class Config:
     device_memory: Positive | None = None
     # number of CPU threads; none means the number of cores that are idle at the start
     threads: Count | None = None
+    # where the states of clients that do not take part are: in memory, or in files of the run's
+    # folder; auto is memory for up to 100 clients
+    state_store: Literal["auto", "memory", "disk"] = "auto"
     # number of clients that must answer a call; none means all that were called
     min_clients: Count | None = None
     # how answers are protected before they leave a client
@@ -153,6 +157,7 @@ class Config:
                 "data.validation to a share of the training images, such as 0.1"
             )
         self._require_defence()
+        object.__setattr__(self, "evaluate", self.evaluate.settle(self.clients))
         object.__setattr__(self, "privacy", self.privacy.settle(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
             raise ConfigError(
@@ -164,6 +169,14 @@ class Config:
                 f"start={self.start!r}: sites of a run on Flower start from the seed; use "
                 "engine=local"
             )
+
+    @property
+    def stores_states(self) -> bool:
+        """Return whether clients that do not take part are stored in files."""
+        if self.engine == "flower":
+            return False
+        many = self.clients > MANY_CLIENTS
+        return self.state_store == "disk" or (self.state_store == "auto" and many)
 
     def _require_defence(self) -> None:
         """Raise if robust aggregation or the adversaries mean nothing to the algorithm."""
@@ -202,6 +215,7 @@ class RunSettings(TypedDict, total=False):
     streams: int
     device_memory: float | None
     threads: int | None
+    state_store: str
     min_clients: int | None
     privacy: Privacy | None
     evaluate: Evaluation | None
