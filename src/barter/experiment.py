@@ -194,7 +194,7 @@ class Experiment:
         experiment.round = last
         try:
             experiment.server.recall(state["server"])
-            experiment._restore_clients(state["clients"])
+            experiment._restore_clients(state)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{run} holds the checkpoint of another experiment: {summarise_error(error)}"
@@ -574,13 +574,17 @@ class Experiment:
 
     def _state(self, *, clients: bool = True) -> dict[str, Any]:
         """Return all that a checkpoint holds; without `clients`, their states are in files."""
-        return {
+        state = {
             "server": self.server.memory(),
             "clients": self.engine.memory() if clients else {},
             "networks": self.networks,
             "crossed": self.engine.crossed,
             "told": self.engine.told,
         }
+        # With `clients`, the engine has just delivered everything.
+        if not clients and isinstance(self.engine, LocalEngine) and self.engine.deliveries.last:
+            state["deliveries"] = self.engine.deliveries.memory()
+        return state
 
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
         """Raise if the checkpoint was made with another configuration or other data."""
@@ -704,7 +708,7 @@ class Experiment:
     def _restore(self, state: Payload, records: Sequence[Round]) -> None:
         """Restore all parties and the account of what was released."""
         self.server.recall(state["server"])
-        self._restore_clients(state["clients"])
+        self._restore_clients(state)
         for k, seen in state.get("crossed", {}).items():
             self.engine.crossed[k] = self.engine.crossed.get(k, {}) | seen
         self.engine.told = state.get("told", {})
@@ -713,8 +717,11 @@ class Experiment:
             for k, metrics in record.clients.items():
                 self.engine.record_epsilon(k, metrics.get(EPSILON))
 
-    def _restore_clients(self, states: Mapping[int, Payload]) -> None:
+    def _restore_clients(self, state: Payload) -> None:
         """Restore the clients; those whose state is in a file are read when they are used."""
+        states = state["clients"]
+        if isinstance(self.engine, LocalEngine) and "deliveries" in state:
+            self.engine.deliveries.recall(state["deliveries"])
         if self.states is not None and isinstance(states, StoredStates):
             if list(states) != list(self.engine.client_ids):
                 raise LookupError(f"it has {len(states)} clients")

@@ -50,6 +50,7 @@ class Condensation(Algorithm[Server, Condenser]):
 
     primary = "server"
     server_model = ServerModel("shared")
+    deferrable = frozenset({"receive"})
 
     # -- Condensation and the server's training
 

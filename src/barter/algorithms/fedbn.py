@@ -51,6 +51,8 @@ class FedBN(Broadcast):
         "receive": Crossing(down="the average of these weights"),
     }
 
+    deferrable = frozenset({"receive"})
+
     def outgoing(self, network: Classifier) -> State:
         local_names = norm_names(network)
         return {

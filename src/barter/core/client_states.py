@@ -22,13 +22,12 @@ from torch import Tensor
 from barter.compute import lanes
 from barter.core.images import Images, SharedImages
 from barter.core.model import Classifier
-from barter.core.nodes import Client
+from barter.core.nodes import RELEASED, Client
 from barter.core.payload import Payload, State, leaves
 
 __all__ = ["ClientStates", "LazyClient", "StateStore", "lazy_class"]
 
 MODEL = "model_or_none"
-RELEASED = "released"
 
 
 class StateStore(Protocol):

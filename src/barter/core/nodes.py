@@ -21,6 +21,8 @@ __all__ = ["Client", "Monitor", "Node", "Server", "Silence"]
 # Key in a client's memory under which it counts the releases of protected parts.
 RELEASED = "released"
 
+DEFAULT_EVALUATION = Evaluation()
+
 T = TypeVar("T")
 
 
@@ -57,7 +59,7 @@ class Node:
         self.public = public
         self.architecture = "server"  # Nodes with the same name have the same architecture.
         self.monitor: Monitor = Silence()
-        self.evaluation = Evaluation()  # The test sets to use and the metrics to compute.
+        self.evaluation = DEFAULT_EVALUATION  # The test sets to use and the metrics to compute.
         self.tested = True  # True if the node is evaluated in this round.
         self.report: dict[str, float] = {}  # Numbers for the round's record.
         for name in self.memory_names():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -210,9 +210,10 @@ def make_task(
         local_tests = [Images(x.to(device), y.to(device), spec) for x, y in dataset.own_tests]
     else:
         test_groups = _groups(dataset.domain_test, dataset.y_test, dataset)
+        available = set(np.unique(test_groups).tolist())
         local_tests = []
         for k, part in enumerate(parts):
-            _require_tests(dataset, test_groups, part, k)
+            _require_tests(dataset, available, part, k)
             choose = partial(_local_test, dataset, test_groups, part, seed, k)
             if shared:
                 local_tests.append(SharedImages(global_test, choose))
@@ -414,11 +415,11 @@ def _groups(domains: Tensor, labels: Tensor, dataset: Dataset) -> np.ndarray[Any
 
 
 def _require_tests(
-    dataset: Dataset, test_groups: np.ndarray[Any, Any], part: np.ndarray[Any, Any], client: int
+    dataset: Dataset, available: Set[int], part: np.ndarray[Any, Any], client: int
 ) -> None:
     """Raise if the test set has no image of any of a client's domains and classes."""
     groups = np.unique(_groups(dataset.domain_train[part], dataset.y_train[part], dataset))
-    if not np.isin(groups, np.unique(test_groups)).any():
+    if available.isdisjoint(groups.tolist()):
         raise ConfigError(
             f"client {client} holds classes {groups.tolist()} that the test set does not have"
         )

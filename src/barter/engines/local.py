@@ -24,11 +24,13 @@ from barter.core.algorithm import Algorithm
 from barter.core.client_states import ClientStates
 from barter.core.clients import Failure, Replies
 from barter.core.evaluation import record_local_only
+from barter.core.metrics import MANY_CLIENTS
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, State, isolate, leaves
 from barter.engines import forks
 from barter.engines.adversaries import Adversaries, poison, states_in
 from barter.engines.base import BaseEngine
+from barter.engines.deliveries import Deliveries, is_deferrable
 from barter.engines.forks import ForkedCall
 from barter.privacy.guard import Guard
 from barter.privacy.side_information import EPSILON, FAILURES
@@ -37,6 +39,8 @@ __all__ = ["LocalEngine"]
 
 log = logging.getLogger("barter")
 
+EVERYBODY = -1  # Stands for all clients where a client's id is expected.
+DELIVERY = "delivery"  # Stands for a method where any of the deferred ones may run.
 FORK_SECONDS = 0.1  # A shorter call costs less than a process of its own.
 
 
@@ -93,6 +97,7 @@ class LocalEngine(BaseEngine):
         self.clients = clients
         self.states: ClientStates | None = None  # None keeps all clients in memory.
         self._ids = sorted(clients)
+        self.deliveries = Deliveries()
         self.guard = guard
         self.adversaries, self.adversarial = adversaries
         self._before: dict[int, State] = {}  # Adversarial client -> its weights before the call.
@@ -152,6 +157,7 @@ class LocalEngine(BaseEngine):
         return len(self.clients[client].data)
 
     def memory(self) -> dict[int, Payload]:
+        self.deliver_all()
         return {k: client.memory() for k, client in self.clients.items()}
 
     def recall(self, memory: Mapping[int, Payload]) -> None:
@@ -184,6 +190,8 @@ class LocalEngine(BaseEngine):
             alone: True if nothing was exchanged before this call. The server tells it to a site,
                 which does not know the other clients; None lets this engine decide.
         """
+        if self._may_defer(method, args):
+            return self._defer(method, args)
         self._alone = self.is_local_only() if alone is None else alone
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
@@ -219,6 +227,52 @@ class LocalEngine(BaseEngine):
         failures |= self.drop_outliers(method, answers, args)
         self.failures += [failures[k] for k in sorted(failures)]
         return Replies(answers, self.image_counts(answers), failures)
+
+    def _may_defer(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> bool:
+        """Return whether a call waits until each client next takes part.
+
+        This is so if there are many clients, all of them receive the same, and the algorithm
+        declares that it makes no difference.
+        """
+        if len(self._ids) <= MANY_CLIENTS or len(args) < len(self._ids):
+            return False
+        first = args[self._ids[0]]
+        same = all(one is first for one in args.values())
+        return same and is_deferrable(self.algorithm, method)
+
+    def _defer(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
+        """Check and count what all clients receive; they run the method when they next take part."""
+        first = self._ids[0]
+        with self.phase(method, len(args)):
+            received = self.wire.carry(args[first], method, first, "down")
+            for k in self._ids[1:]:
+                self.wire.count(received, method, k, "down")
+            before = self.count_call(method, EVERYBODY)
+            path = (self.round, method, before) if before else (self.round, method)
+            self.deliveries.add(self.algorithm, path, received)
+            self.watched.advance(len(args))
+        replies = Replies(dict.fromkeys(self._ids), self.image_counts(self._ids), {})
+        replies.deferred = True
+        return replies
+
+    def _deliver_pending(self, client: Client) -> None:
+        """Run the methods that were deferred until this client takes part."""
+        for delivery in self.deliveries.pending(client.id):
+            path = delivery.stream(client.id)
+            received = isolate(delivery.args, client.device)
+            seed = self.seed if self.guard is None else self.guard.seed(self.seed)
+            stream = seeds.scope(seed, *path, device=client.device)
+            with self.parking.on_device(client), client.use_lane_module(), stream:
+                self._run_protected(delivery.method, client, path, received)
+                lanes.wait_for_device()
+        self.deliveries.note(client.id)
+
+    def deliver_all(self) -> None:
+        """Run all deferred methods, at all clients."""
+        for k, client in self.clients.items():
+            if self.deliveries.pending(k):
+                with self._using(DELIVERY, k):
+                    self._deliver_pending(client)
 
     def receive_answer(
         self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
@@ -275,6 +329,7 @@ class LocalEngine(BaseEngine):
     ) -> Any:
         """Run a client's call with its model on the device and its own random stream."""
         client = self.clients[k]
+        self._deliver_pending(client)
         lane = id(lanes.current_lane())
         client.tested = self.tests_due(k, method)
         self._credit[lane] = 1.0
@@ -431,6 +486,7 @@ class LocalEngine(BaseEngine):
         """Apply the outcome of a forked call to a client that stays in memory meanwhile."""
         client = self.clients[k]
         self._took[method, k] = outcome["took"]
+        self.deliveries.note(k)  # The other process has run what was deferred.
         client.recall(outcome["memory"])
         client.report = outcome["report"]
         parameters = client.model.parameters()

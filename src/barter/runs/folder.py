@@ -45,7 +45,7 @@ __all__ = [
 log = logging.getLogger("barter")
 
 METRICS_FILE = "metrics.jsonl"
-INDEX = "clients"  # note of a checkpoint: the files of clients' states
+STATES_NOTE = "clients"  # note of a checkpoint: the files of clients' states
 PRIVACY = "privacy.json"
 STOPPED = "stopped.json"  # when and why a run stopped before its last round
 
@@ -206,7 +206,7 @@ class RunFolder:
         self._clear(but={*needed, *previous})
         notes = {**origin, "round": str(round)}
         if states is not None:
-            notes[INDEX] = states.index()
+            notes[STATES_NOTE] = states.index()
         write_checkpoint(_file(self.path, round), state, notes)
         self._clear(but=wanted)
         if states is not None:
@@ -224,14 +224,14 @@ class RunFolder:
         """Delete files of clients' states to which no checkpoint refers."""
         indices = {}
         for path in _checkpoints(self.path):
-            index = read_notes(path).get(INDEX)
+            index = read_notes(path).get(STATES_NOTE)
             if index is not None:
                 indices[_round(path)] = parse_index(self.clients, index)
         states.clean(indices)
 
     def _forget_states(self) -> None:
         """Delete the folder of clients' states if no checkpoint refers to it."""
-        if not any(INDEX in read_notes(path) for path in _checkpoints(self.path)):
+        if not any(STATES_NOTE in read_notes(path) for path in _checkpoints(self.path)):
             shutil.rmtree(self.clients, ignore_errors=True)
 
     def _clear(self, but: Collection[Path]) -> None:
@@ -367,8 +367,8 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
     path = _file(run, round)
     state, notes = read_checkpoint(path, torch.device("cpu"))
     round = _checked_round(path, state, notes)
-    if INDEX in notes:
-        state["clients"] = StoredStates.parse(run / "clients", notes[INDEX])
+    if STATES_NOTE in notes:
+        state["clients"] = StoredStates.parse(run / "clients", notes[STATES_NOTE])
     return round, state, notes
 
 

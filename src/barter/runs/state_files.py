@@ -22,8 +22,7 @@ from barter.runs.checkpoint import read_checkpoint, write_checkpoint
 __all__ = ["StateFiles", "StoredStates", "parse_index"]
 
 INITIAL = "initial.safetensors"
-NAME = re.compile(r"client-(\d{6,})-round-(\d{6,})\.safetensors")
-HOST = torch.device("cpu")
+STATE_FILE = re.compile(r"client-(\d{6,})-round-(\d{6,})\.safetensors")
 
 
 class StateFiles:
@@ -118,7 +117,7 @@ class StateFiles:
         needed = {name for names in self._index.values() for name in names.values()}
         needed |= {path.name for path in self.files.values()}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            found = NAME.fullmatch(path.name)
+            found = STATE_FILE.fullmatch(path.name)
             if path.name not in needed and path.name != INITIAL:
                 path.unlink()
             elif found is not None:
@@ -141,7 +140,7 @@ class StoredStates(Mapping[int, Payload]):
     def __init__(self, folder: Path, names: Mapping[int, str]) -> None:
         self.folder = folder
         self.names = dict(names)
-        self._initial, _ = read_checkpoint(folder / INITIAL, HOST)
+        self._initial, _ = read_checkpoint(folder / INITIAL, torch.device("cpu"))
 
     @classmethod
     def parse(cls, folder: Path, index: str) -> StoredStates:
@@ -179,7 +178,7 @@ def parse_index(folder: Path, index: str) -> dict[int, str]:
     except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: the index of a checkpoint is damaged: {error}") from error
     for k, name in names.items():
-        found = NAME.fullmatch(name)
+        found = STATE_FILE.fullmatch(name)
         if found is None or int(found[1]) != k:
             raise CheckpointError(f"{folder}: {name[:60]!r} is not the state of client {k}")
     return names
@@ -191,7 +190,7 @@ def _read_state(path: Path, client: int) -> Payload:
     Raises:
         CheckpointError: The file is missing, damaged, or another client's.
     """
-    state, notes = read_checkpoint(path, HOST)
+    state, notes = read_checkpoint(path, torch.device("cpu"))
     if notes.get("client") != str(client) or not isinstance(state, dict):
         raise CheckpointError(f"{path} is damaged: it does not hold the state of client {client}")
     return state
