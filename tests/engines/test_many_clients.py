@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import barter
 from barter import Experiment
@@ -17,6 +18,8 @@ from barter.core.metrics import Evaluation
 from barter.data.task import Data
 from barter.engines import local
 from barter.engines.deliveries import is_deferrable
+from barter.runs.progress import Onlooker
+from barter.runs.tables import closing_cells
 from tests.conftest import digits_file, perceptrons, same, state, tiny
 
 MANY = 120
@@ -159,7 +162,7 @@ def test_networks_of_clients_that_never_trained_can_be_loaded(tmp_path: Path) ->
         network = barter.load(tmp_path / "run", client=k).network
         assert same(dict(network.state_dict()), dict(clients[k].model.state_dict()))
     restored = Experiment.restore(tmp_path / "run")
-    assert same(state(restored), state(experiment))
+    assert same(states_of_parties(restored), states_of_parties(experiment))
 
 
 def test_other_clients_are_evaluated_by_default_if_there_are_many() -> None:
@@ -170,6 +173,20 @@ def test_other_clients_are_evaluated_by_default_if_there_are_many() -> None:
     assert sorted(record.values("global")) == record.participants
     assert len(record.participants) == 3
     assert len(many(evaluate=Evaluation(clients=5)).step().values("global")) == 5
+
+
+def test_labels_say_which_clients_were_evaluated() -> None:
+    experiment = many()
+    records = [experiment.step(), experiment.step()]
+    line = Onlooker(Console(), 2).line(records[-1])
+    assert "global of 3 sampled clients" in line
+    rows, together = closing_cells(records, [str(k) for k in range(MANY)], None, None)
+    seen = {k for record in records for k in record.participants}
+    assert len(rows) == MANY
+    assert together[-2][0] == f"mean of {len(seen)} evaluated of {MANY}"
+    five = many(evaluate=Evaluation(clients=5)).step()
+    assert five.evaluated("global") == "5 clients"
+    assert many(evaluate=Evaluation(clients="all")).step().evaluated("global") == ""
 
 
 @pytest.mark.parametrize("name", ["fedproto", "fedtgp", "lgfedavg", "fedbn", "fedaf"])
