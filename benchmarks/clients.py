@@ -8,7 +8,8 @@ Each row runs in a process of its own, writes its checkpoints to a temporary fol
 the clients that the run evaluates by default. Prints a Markdown table and writes
 results/clients-DEVICE.json.
 
-Columns: seconds until the experiment is ready; seconds of a round (median of all but the first);
+Columns: seconds until the experiment is ready; seconds of a round and CPU seconds of this process,
+which do not depend on what else the machine does (medians of all rounds but the first);
 host memory beyond an imported barter, when ready and at its peak, without the images themselves;
 bytes that a round writes to the run's folder (median).
 """
@@ -78,7 +79,8 @@ def measure(method: str, clients: int, rounds: int, device: str, models: str) ->
     images = torch.randint(256, (count, 1, 8, 8), dtype=torch.uint8, generator=generator)
     labels = torch.arange(count) % 10
     source = (images, labels, images[:200], labels[:200])
-    algorithm = ALGORITHMS[method](fraction=min(1.0, SAMPLED / clients), **METHODS[method])
+    settings = {"fraction": min(1.0, SAMPLED / clients), **METHODS[method]}
+    algorithm = ALGORITHMS[method](**settings)
     gc.collect()
     before = resident()
     with tempfile.TemporaryDirectory() as folder:
@@ -97,18 +99,22 @@ def measure(method: str, clients: int, rounds: int, device: str, models: str) ->
         ready = time.perf_counter() - start
         memory_ready = resident() - before
         seconds = []
+        cpu_seconds = []
         traffic = []
         for _ in range(rounds):
             start = time.perf_counter()
+            cpu_start = time.process_time()
             bytes_before = written()
             experiment.step()
             seconds.append(time.perf_counter() - start)
+            cpu_seconds.append(time.process_time() - cpu_start)
             traffic.append(written() - bytes_before)
     row = {
         "method": method,
         "clients": clients,
         "ready_s": round(ready, 2),
         "round_s": round(statistics.median(seconds[1:]), 3),
+        "round_cpu_s": round(statistics.median(cpu_seconds[1:]), 3),
         "ready_mib": round(memory_ready / MIB, 1),
         "peak_mib": round((peak() - before) / MIB, 1),
         "written_mib": round(statistics.median(traffic[1:]) / MIB, 2),

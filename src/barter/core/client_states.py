@@ -13,7 +13,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -182,7 +181,9 @@ class LazyClient(Client):
                 images.release()
 
 
-@cache
+_lazy_classes: dict[type[Client], type[LazyClient]] = {}
+
+
 def lazy_class(kind: type[Client]) -> type[LazyClient]:
     """Return a subclass of a client class whose instances are lazy.
 
@@ -193,6 +194,8 @@ def lazy_class(kind: type[Client]) -> type[LazyClient]:
     >>> lazy_class(Counting).memory_names()
     ['asked']
     """
+    if kind in _lazy_classes:
+        return _lazy_classes[kind]
     attributes: dict[str, Any] = {
         name: StoredAttribute(name, getattr(kind, name))
         for name in kind.memory_names()
@@ -200,7 +203,8 @@ def lazy_class(kind: type[Client]) -> type[LazyClient]:
     }
     attributes |= {name: StoredAttribute(name, None) for name in (MODEL, RELEASED)}
     attributes |= {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (LazyClient, kind), attributes)
+    _lazy_classes[kind] = type(kind.__name__, (LazyClient, kind), attributes)
+    return _lazy_classes[kind]
 
 
 class ClientStates:
