@@ -254,15 +254,30 @@ class Experiment:
         self.round = 0
         self._unfinished = False
         self.states = self._store_states(out)
-        if self.config.start and not (resume and out is not None and has_checkpoint(out)):
+        starts = self.config.start and not (resume and out is not None and has_checkpoint(out))
+        if starts and self.states is None:
             start_from(Path(self.config.start), federation)
         self._data = "" if out is None else federation.fingerprint()
         self.folder = None if out is None else self._open(out, resume, behind)
+        if starts and self.states is not None:
+            # Only now: states that do not fit into memory are written to the folder.
+            self._start_from(federation)
         if self.folder is not None and resume:
             self._recall_stop(self.folder, overrule)
         if self.folder is not None and self.round:
             # The run may have been killed after its checkpoint and before its privacy statement.
             self.folder.state(self.privacy().to_json())
+
+    def _start_from(self, federation: Federation) -> None:
+        """Start clients whose states are in files from another run; leave no folder on errors."""
+        assert self.states is not None
+        try:
+            start_from(Path(self.config.start), federation)
+        except BaseException:
+            self.states.discard()
+            if self.folder is not None:
+                self.folder.discard()
+            raise
 
     def _store_states(self, out: Path | None) -> StateFiles | None:
         """Have clients that do not take part stored in files, if the configuration says so.

@@ -12,7 +12,7 @@ from rich.console import Console
 import barter
 from barter import Experiment
 from barter.core.client_states import LazyClient
-from barter.core.errors import CheckpointError
+from barter.core.errors import CheckpointError, ConfigError
 from barter.core.images import SharedImages
 from barter.core.metrics import Evaluation
 from barter.data.task import Data
@@ -131,6 +131,29 @@ def test_a_killed_run_with_many_clients_resumes(tmp_path: Path) -> None:
     assert {path.name for path in (out / "clients").iterdir()} == {*saved, "initial.safetensors"}
     again.step()
     assert same(state(straight), state(again))
+
+
+def test_many_clients_start_from_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("barter.experiment.STATES_LIMIT", 1)
+    first = perceptrons(tiny("local"), state_store="disk", out=tmp_path / "first")
+    first.step()
+    options = {"start": tmp_path / "first"}
+    inside = perceptrons(tiny("local"), state_store="memory", **options)
+    outside = perceptrons(tiny("local"), state_store="disk", out=tmp_path / "run", **options)
+    inside.step()
+    outside.step()
+    assert same(state(inside), state(outside))
+    with pytest.raises(ConfigError, match="small-cnn here"):
+        perceptrons(
+            tiny("local"),
+            models="small-cnn",
+            state_store="disk",
+            out=tmp_path / "other",
+            **options,
+        )
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_missing_state_is_named(tmp_path: Path) -> None:

@@ -97,9 +97,8 @@ class Split:
         config = self.config
         data = replace(config.data, download=False)  # A report does not download data.
         try:
-            task = make_task(
-                data, config.partition, config.clients, config.seed, torch.device("cpu")
-            )
+            host = torch.device("cpu")
+            task = make_task(data, config.partition, config.clients, config.seed, host, shared=True)
         except BarterError as error:
             self.unknown = f"it cannot be shown here. {error}"
         else:
