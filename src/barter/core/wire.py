@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, TypeAlias, TypeVar
 
 import torch
@@ -62,6 +63,12 @@ class Wire:
     def count(self, tree: object, method: str, client: int, direction: Direction) -> None:
         """Count a payload's bytes, without checking it; for one sent to several clients."""
         self._bytes[method, client, direction] += nbytes(tree)
+
+    def count_all(self, tree: object, method: str, clients: Iterable[int]) -> None:
+        """Count a payload that was checked and goes down to several clients."""
+        size = nbytes(tree)
+        for client in clients:
+            self._bytes[method, client, "down"] += size
 
     def take_bytes(self) -> Counter[tuple[str, int, Direction]]:
         """Return the bytes by method, client and direction, and reset the counts."""

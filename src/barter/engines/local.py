@@ -245,8 +245,7 @@ class LocalEngine(BaseEngine):
         first = self._ids[0]
         with self.phase(method, len(args)):
             received = self.wire.carry(args[first], method, first, "down")
-            for k in self._ids[1:]:
-                self.wire.count(received, method, k, "down")
+            self.wire.count_all(received, method, self._ids[1:])
             before = self.count_call(method, EVERYBODY)
             path = (self.round, method, before) if before else (self.round, method)
             self.deliveries.add(self.algorithm, path, received)
