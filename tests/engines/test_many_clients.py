@@ -212,7 +212,7 @@ def test_labels_say_which_clients_were_evaluated() -> None:
     assert many(evaluate=Evaluation(clients="all")).step().evaluated("global") == ""
 
 
-@pytest.mark.parametrize("name", ["fedproto", "fedtgp", "lgfedavg", "fedbn", "fedaf"])
+@pytest.mark.parametrize("name", ["fedproto", "fedtgp", "lgfedavg"])
 def test_what_all_receive_is_delivered_when_a_client_takes_part(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

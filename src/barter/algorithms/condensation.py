@@ -50,8 +50,6 @@ class Condensation(Algorithm[Server, Condenser]):
 
     primary = "server"
     server_model = ServerModel("shared")
-    deferrable = frozenset({"receive"})
-
     # -- Condensation and the server's training
 
     fraction: Fraction = 1.0  # share of clients per round

@@ -51,8 +51,6 @@ class FedBN(Broadcast):
         "receive": Crossing(down="the average of these weights"),
     }
 
-    deferrable = frozenset({"receive"})
-
     def outgoing(self, network: Classifier) -> State:
         local_names = norm_names(network)
         return {

@@ -126,8 +126,9 @@ class Algorithm(Generic[S, C]):
     aggregates: ClassVar[tuple[Aggregate, ...]] = ()
     # Remote methods whose payloads may contain NaN or infinity.
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()
-    # Remote methods that only store what the server sends to all clients. With many clients they
-    # run when a client next takes part, see `remaining`.
+    # Remote methods that only store what the server sends to all clients, in the client's memory
+    # and not in its network. With many clients they run when a client next takes part, see
+    # `remaining`.
     deferrable: ClassVar[frozenset[str]] = frozenset()
     # Fields, properties or methods that contracts use as sizes, see `core/contracts.py`.
     sizes: ClassVar[tuple[str, ...]] = ()
