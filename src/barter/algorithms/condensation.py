@@ -50,6 +50,7 @@ class Condensation(Algorithm[Server, Condenser]):
 
     primary = "server"
     server_model = ServerModel("shared")
+
     # -- Condensation and the server's training
 
     fraction: Fraction = 1.0  # share of clients per round
