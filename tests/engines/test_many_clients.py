@@ -208,8 +208,8 @@ def test_labels_say_which_clients_were_evaluated() -> None:
     assert len(rows) == MANY
     assert together[-2][0] == f"mean of {len(seen)} evaluated of {MANY}"
     five = many(evaluate=Evaluation(clients=5)).step()
-    assert five.evaluated("global") == "5 clients"
-    assert many(evaluate=Evaluation(clients="all")).step().evaluated("global") == ""
+    assert five.describe_clients("global") == "5 clients"
+    assert many(evaluate=Evaluation(clients="all")).step().describe_clients("global") == ""
 
 
 @pytest.mark.parametrize("name", ["fedproto", "fedtgp", "lgfedavg"])

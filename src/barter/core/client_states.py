@@ -55,7 +55,7 @@ class StoredAttribute:
         return self.default if client is None else client.fetch(self.name)
 
     def __set__(self, client: LazyClient, value: Any) -> None:
-        client.put(self.name, value)
+        client.assign(self.name, value)
 
 
 class LazyClient(Client):
@@ -105,7 +105,7 @@ class LazyClient(Client):
             values[MODEL] = self._build()
         return values[name]
 
-    def put(self, name: str, value: Any) -> None:
+    def assign(self, name: str, value: Any) -> None:
         """Set the value of a stored attribute; restores a resting client."""
         self._wake()[name] = value
 

@@ -66,7 +66,7 @@ class Round:
             raise KeyError(f"no client reports {metric!r}; there are: {', '.join(known)}")
         return sum(values.values()) / len(values)
 
-    def evaluated(self, test: str) -> str:
+    def describe_clients(self, test: str) -> str:
         """Return which clients a test set was used on, for labels; empty if it was all of them.
 
         Clients count as sampled if they are those that took part in the round. Adversarial clients

@@ -13,11 +13,11 @@ from typing import Any
 from barter.core.algorithm import Algorithm
 from barter.core.payload import Payload
 
-__all__ = ["Deliveries", "Delivery", "is_deferrable"]
+__all__ = ["DeferredCall", "Deliveries", "is_deferrable"]
 
 
 @dataclass(frozen=True)
-class Delivery:
+class DeferredCall:
     """A call of all clients that is made up for when each of them next takes part.
 
     Attributes:
@@ -44,14 +44,14 @@ class Deliveries:
     """Deliveries in their order, and which of them each client has received."""
 
     def __init__(self) -> None:
-        self.log: list[Delivery] = []
+        self.log: list[DeferredCall] = []
         self.last = 0  # The number of the last delivery.
         self.received: dict[int, int] = {}  # Client -> number of the last delivery it received.
 
     def add(self, algorithm: Algorithm[Any, Any], path: tuple[Any, ...], args: Any) -> None:
         """Add a delivery for all clients; earlier ones are reduced to what it leaves of them."""
         self.last += 1
-        new = Delivery(self.last, path, args)
+        new = DeferredCall(self.last, path, args)
         log = []
         for earlier in self.log:
             rest: tuple[Any, ...] | None = earlier.args
@@ -61,7 +61,7 @@ class Deliveries:
                 log.append(replace(earlier, args=rest))
         self.log = [*log, new]
 
-    def pending(self, client: int) -> list[Delivery]:
+    def pending(self, client: int) -> list[DeferredCall]:
         """Return the deliveries that a client has not received yet."""
         received = self.received.get(client, 0)
         if received == self.last:
@@ -80,7 +80,7 @@ class Deliveries:
 
     def recall(self, memory: Mapping[str, Payload]) -> None:
         """Restore what `memory` returned."""
-        self.log = [Delivery(n, tuple(path), tuple(args)) for n, path, args in memory["log"]]
+        self.log = [DeferredCall(n, tuple(path), tuple(args)) for n, path, args in memory["log"]]
         self.last = memory["last"]
         self.received = dict(memory["received"])
 

@@ -287,7 +287,7 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
     after = last.values(test)
     adversarial = any("adversarial" in metrics for metrics in last.clients.values())
     whom = pluralise(len(after), "honest client" if adversarial else "client")
-    whom = last.evaluated(test) or whom
+    whom = last.describe_clients(test) or whom
     notes = [f"{TEST_TITLES[test]}, mean of {whom}, round {last.round}"]
     change = accuracy_gain(rounds, test)
     if change.points is not None:

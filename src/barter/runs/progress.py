@@ -118,7 +118,7 @@ class Watcher(Monitor):
         for test in ("global", "local"):
             values = record.values(test)
             if values:
-                which = record.evaluated(test)
+                which = record.describe_clients(test)
                 some = f" of {which}" if which else ""
                 clients.append(f"{record.mean(test):6.1%} {test}{some}")
         found = record.server.get("global")
