@@ -68,6 +68,19 @@ class Round:
             raise KeyError(f"no client reports {metric!r}; there are: {', '.join(known)}")
         return sum(values.values()) / len(values)
 
+    def describe_clients(self, test: str) -> str:
+        """Return which clients a test set was used on, for labels; empty if it was all of them.
+
+        Clients count as sampled if they are those that took part in the round. Adversarial clients
+        are never evaluated.
+        """
+        honest = {k for k, metrics in self.clients.items() if "adversarial" not in metrics}
+        tested = self.values(test).keys()
+        if tested == honest:
+            return ""
+        sampled = "sampled " * (tested == honest & set(self.participants))
+        return f"{len(tested)} {sampled}client{'s' * (len(tested) != 1)}"
+
     def headline(self, test: str = "global") -> float | None:
         """Return the primary model's accuracy on a test set; None if not evaluated.
 
@@ -111,7 +124,9 @@ class Round:
 
     def to_json(self) -> str:
         """Return the record as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
+        # The fields are plain data. `asdict` would copy the metrics of thousands of clients.
+        names = [field.name for field in dataclasses.fields(self)]
+        return json.dumps({name: getattr(self, name) for name in names})
 
     @classmethod
     def from_json(cls, line: str) -> Round:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, TypeAlias, TypeVar
 
 import torch
@@ -67,6 +68,12 @@ class Wire:
     def bytes_of(self, method: str, client: int, direction: Direction) -> int:
         """Return the bytes of a method's payloads since the counts were last reset."""
         return self._bytes[method, client, direction]
+
+    def count_all(self, tree: object, method: str, clients: Iterable[int]) -> None:
+        """Count a payload that was checked and goes down to several clients."""
+        size = nbytes(tree)
+        for client in clients:
+            self._bytes[method, client, "down"] += size
 
     def take_bytes(self) -> Counter[tuple[str, int, Direction]]:
         """Return the bytes by method, client and direction, and reset the counts."""

@@ -8,7 +8,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,16 @@ from barter.compute.parking import Parking
 from barter.compute.threads import limit_threads
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
+from barter.core.client_states import ClientStates
 from barter.core.clients import Failure, Replies
 from barter.core.evaluation import record_local_only
+from barter.core.metrics import MANY_CLIENTS
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, State, isolate, leaves
 from barter.engines import forks
 from barter.engines.adversaries import Adversaries, poison, states_in
 from barter.engines.base import BaseEngine
+from barter.engines.deliveries import Deliveries, is_deferrable
 from barter.engines.forks import ForkedCall
 from barter.engines.network import CallWork, Clock
 from barter.privacy.guard import Guard
@@ -39,6 +42,8 @@ __all__ = ["LocalEngine"]
 log = logging.getLogger("barter")
 
 _EVALUATION = Algorithm.evaluate.__name__
+EVERYBODY = -1  # Stands for all clients where a client's id is expected.
+DELIVERY = "delivery"  # Stands for a method where any of the deferred ones may run.
 FORK_SECONDS = 0.1  # A shorter call costs less than a process of its own.
 
 
@@ -96,6 +101,9 @@ class LocalEngine(BaseEngine):
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
         self.clock = clock
         self.clients = clients
+        self.states: ClientStates | None = None  # None keeps all clients in memory.
+        self._ids = sorted(clients)
+        self.deliveries = Deliveries()
         self.guard = guard
         self.adversaries, self.adversarial = adversaries
         self._before: dict[int, State] = {}  # Adversarial client -> its weights before the call.
@@ -120,7 +128,7 @@ class LocalEngine(BaseEngine):
             width = min(streams, len(clients))
             # Rough estimate of a client's work: its images times the size of its network.
             self.loads = {
-                k: len(client.data) * lanes.footprint(client.model) for k, client in clients.items()
+                k: len(client.data) * client.model_bytes() for k, client in clients.items()
             }
             # Clients with much more work would finish last, so they get lanes of high priority.
             threshold = 1.5 * statistics.fmean(self.loads.values())
@@ -134,17 +142,36 @@ class LocalEngine(BaseEngine):
 
     @property
     def client_ids(self) -> Sequence[int]:
-        return sorted(self.clients)
+        return self._ids
+
+    def store_states(self, states: ClientStates) -> None:
+        """Put clients to rest from now on, as `states` decides."""
+        self.states = states
+        states.on_rest = self._leave_device
+
+    def _leave_device(self, client: int) -> None:
+        """Note that a resting client takes no device memory."""
+        self.parking.sizes.pop(client, None)
+
+    def _using(self, method: str, client: int) -> AbstractContextManager[None]:
+        """Keep a client in memory inside the block, which runs a method or its consequences."""
+        if self.states is None:
+            return nullcontext()
+        changes = method != Algorithm.evaluate.__name__
+        return self.states.using(self.clients[client], changes=changes)
 
     def examples(self, client: int) -> int:
         return len(self.clients[client].data)
 
     def memory(self) -> dict[int, Payload]:
+        self.deliver_all()
         return {k: client.memory() for k, client in self.clients.items()}
 
     def recall(self, memory: Mapping[int, Payload]) -> None:
         for k, client in self.clients.items():
             client.recall(memory[k])
+            if self.states is not None:
+                self.states.make_room(client)
 
     @contextmanager
     def on_server_stream(self) -> Iterator[None]:
@@ -170,6 +197,8 @@ class LocalEngine(BaseEngine):
             local_only: True if nothing was exchanged before this call. The server sends it to a site,
                 which does not know the other clients; None lets this engine decide.
         """
+        if self.clock is None and self._may_defer(method, args):
+            return self._defer(method, args)
         self._local_only = self.is_local_only() if local_only is None else local_only
         # What the engine computes here, such as checks of answers, is not the server's work.
         with set_aside():
@@ -257,6 +286,51 @@ class LocalEngine(BaseEngine):
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
         return answers, failures
 
+    def _may_defer(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> bool:
+        """Return whether a call waits until each client next takes part.
+
+        This is so if there are many clients, all of them receive the same, and the algorithm
+        declares that it makes no difference.
+        """
+        if len(self._ids) <= MANY_CLIENTS or len(args) < len(self._ids):
+            return False
+        first = args[self._ids[0]]
+        same = all(one is first for one in args.values())
+        return same and is_deferrable(self.algorithm, method)
+
+    def _defer(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
+        """Check and count what all clients receive; they run the method when they next take part."""
+        first = self._ids[0]
+        with self.phase(method, len(args)):
+            received = self.wire.carry(args[first], method, first, "down")
+            self.wire.count_all(received, method, self._ids[1:])
+            before = self.count_call(method, EVERYBODY)
+            path = (self.round, method, before) if before else (self.round, method)
+            self.deliveries.add(self.algorithm, path, received)
+            self.watched.advance(len(args))
+        replies = Replies(dict.fromkeys(self._ids), self.image_counts(self._ids), {})
+        replies.deferred = True
+        return replies
+
+    def _deliver_pending(self, client: Client) -> None:
+        """Run the methods that were deferred until this client takes part."""
+        for delivery in self.deliveries.pending(client.id):
+            path = delivery.stream(client.id)
+            received = isolate(delivery.args, client.device)
+            seed = self.seed if self.guard is None else self.guard.seed(self.seed)
+            stream = seeds.scope(seed, *path, device=client.device)
+            with self.parking.on_device(client), client.use_lane_module(), stream:
+                self._run_protected(delivery.method, client, path, received)
+                lanes.wait_for_device()
+        self.deliveries.note(client.id)
+
+    def deliver_all(self) -> None:
+        """Run all deferred methods, at all clients."""
+        for k, client in self.clients.items():
+            if self.deliveries.pending(k):
+                with self._using(DELIVERY, k):
+                    self._deliver_pending(client)
+
     def receive_answer(
         self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
     ) -> Payload:
@@ -268,6 +342,11 @@ class LocalEngine(BaseEngine):
 
     def _call_here(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """Run a client's call in this process and return the checked answer."""
+        with self._using(method, k):
+            return self._call_awake(method, k, args)
+
+    def _call_awake(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
+        """Run the call of a client that stays in memory meanwhile."""
         received = self.wire.carry(args, method, k, "down", self.clients[k].device)
         start = time.perf_counter()
         try:
@@ -307,6 +386,7 @@ class LocalEngine(BaseEngine):
     ) -> Any:
         """Run a client's call with its model on the device and its own random stream."""
         client = self.clients[k]
+        self._deliver_pending(client)
         lane = id(lanes.current_lane())
         client.tested = self.tests_due(k, method)
         self._credit[lane] = 1.0
@@ -472,9 +552,17 @@ class LocalEngine(BaseEngine):
         """
         if outcome is None:
             raise Elsewhere(death, "")
+        with self._using(method, k):
+            return self._apply_outcome(method, k, args, outcome)
+
+    def _apply_outcome(
+        self, method: str, k: int, args: tuple[Any, ...], outcome: dict[str, Payload]
+    ) -> Any:
+        """Apply the outcome of a forked call to a client that stays in memory meanwhile."""
         client = self.clients[k]
         self._took[method, k] = outcome["took"]
         self._flops[k] = outcome["flops"]
+        self.deliveries.note(k)  # The other process has run what was deferred.
         client.recall(outcome["memory"])
         client.report = outcome["report"]
         parameters = client.model.parameters()

@@ -100,9 +100,8 @@ class Split:
         config = self.config
         data = replace(config.data, download=False)  # A report does not download data.
         try:
-            task = make_task(
-                data, config.partition, config.clients, config.seed, torch.device("cpu")
-            )
+            host = torch.device("cpu")
+            task = make_task(data, config.partition, config.clients, config.seed, host, shared=True)
         except BarterError as error:
             self.unknown = f"it cannot be shown here. {error}"
         else:
@@ -302,6 +301,7 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
     after = last.values(test)
     adversarial = any("adversarial" in metrics for metrics in last.clients.values())
     group = pluralise(len(after), "honest client" if adversarial else "client")
+    group = last.describe_clients(test) or group
     notes = [f"{TEST_TITLES[test]}, mean of {group}, round {last.round}"]
     change = accuracy_gain(rounds, test)
     if change.points is not None:

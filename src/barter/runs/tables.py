@@ -159,6 +159,10 @@ def _together(
     if adversarial:
         # Adversarial clients are not evaluated.
         count = f"mean of {len(everyone) - adversarial} honest ({adversarial} adversarial)"
+    evaluated = {k for test in TESTS for k in after[test]}
+    if evaluated and len(evaluated) + adversarial < len(everyone):
+        # Each client's accuracy is that of the last round in which it was evaluated.
+        count = f"mean of {len(evaluated)} evaluated of {len(everyone)}"
     together.append([count, images, "", *before, *means(everyone), *totals])
     server = next((r.server["global"] for r in reversed(records) if "global" in r.server), None)
     if server is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from barter.compute.fused import fuse
 from barter.core.errors import ConfigError
 from barter.core.images import Images
-from barter.core.nodes import Monitor, Node, Server
+from barter.core.nodes import Client, Monitor, Node, Server
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
@@ -114,7 +114,14 @@ def assemble(
         )
     device = resolve_device(config.device)
     memory = limit_memory(device, config.device_memory)
-    task = make_task(config.data, config.partition, config.clients, config.seed, device)
+    task = make_task(
+        config.data,
+        config.partition,
+        config.clients,
+        config.seed,
+        device,
+        shared=config.stores_states,
+    )
     require_apart(config, task.overlap)
     if task.overlap:
         log.warning("data.public=%r: %s", config.data.public, overlap_note(task.overlap))
@@ -193,14 +200,16 @@ def start_from(run: Path, federation: Federation) -> None:
     _, state = read_finished_round(run)
     there = state["networks"]["architectures"]
     here = federation.networks["architectures"]
-    parties: list[tuple[str, int, Node, Payload]] = [
-        (f"client {k}", k, client, state["clients"].get(k, {}))
-        for k, client in federation.engine.clients.items()
+    parties: list[tuple[str, int, Node]] = [
+        (f"client {k}", k, client) for k, client in federation.engine.clients.items()
     ]
     federation.server.fresh = False
     if federation.server.model_or_none is not None:
-        parties.append(("the server", 0, federation.server, state["server"]))
-    for name, k, party, memory in parties:
+        parties.append(("the server", 0, federation.server))
+    for name, k, party in parties:
+        # Read one by one: there may be many clients.
+        is_client = isinstance(party, Client)
+        memory: Payload = state["clients"].get(k, {}) if is_client else state["server"]
         if "model" not in memory:
             raise ConfigError(f"start={str(run)!r}: {name} has no network there to start from")
         try:
@@ -211,3 +220,5 @@ def start_from(run: Path, federation: Federation) -> None:
                 f"start={str(run)!r}: the network of {name} is {there[k]}{task} there and "
                 f"{here[k]} here"
             ) from None
+        if federation.engine.states is not None and isinstance(party, Client):
+            federation.engine.states.make_room(party)

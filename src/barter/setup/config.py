@@ -14,7 +14,7 @@ import tomli_w
 from barter.algorithms import ALGORITHMS
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.metrics import Evaluation
+from barter.core.metrics import MANY_CLIENTS, Evaluation
 from barter.core.params import (
     Count,
     DeviceName,
@@ -70,6 +70,7 @@ RESULT_FREE = (
     "engine",
     "timeout",
     "answer_mb",
+    "state_store",
     "keep",
     "keep_rounds",
     "patience",
@@ -115,6 +116,9 @@ class Config:
     device_memory: Positive | None = None
     # number of CPU threads; none means the number of cores that are idle at the start
     threads: Count | None = None
+    # where the states of clients that do not take part are: in memory, or in files of the run's
+    # folder; auto is memory for up to 100 clients
+    state_store: Literal["auto", "memory", "disk"] = "auto"
     # number of clients that must answer a call; none means all that were called
     min_clients: Count | None = None
     # how answers are protected before they leave a client
@@ -164,6 +168,7 @@ class Config:
                 "network: links and times are simulated with engine=local only; on Flower they are "
                 "real, and timeout is the deadline"
             )
+        object.__setattr__(self, "evaluate", self.evaluate.settle(self.clients))
         object.__setattr__(self, "privacy", self.privacy.settle(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
             raise ConfigError(
@@ -175,6 +180,14 @@ class Config:
                 f"start={self.start!r}: sites of a run on Flower start from the seed; use "
                 "engine=local"
             )
+
+    @property
+    def stores_states(self) -> bool:
+        """Return whether clients that do not take part are stored in files."""
+        if self.engine == "flower":
+            return False
+        many = self.clients > MANY_CLIENTS
+        return self.state_store == "disk" or (self.state_store == "auto" and many)
 
     def _require_defence(self) -> None:
         """Raise ConfigError if robust aggregation or adversaries do not fit the run."""
@@ -216,6 +229,7 @@ class RunSettings(TypedDict, total=False):
     streams: int
     device_memory: float | None
     threads: int | None
+    state_store: str
     min_clients: int | None
     privacy: Privacy | None
     evaluate: Evaluation | None
