@@ -25,6 +25,7 @@ from barter.core.clients import Failure, Replies
 from barter.core.evaluation import record_local_only
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, State, isolate, leaves
+from barter.core.wire_codec import WireCodec
 from barter.engines import forks
 from barter.engines.adversaries import Adversaries, poison, states_in
 from barter.engines.base import BaseEngine
@@ -70,6 +71,7 @@ class LocalEngine(BaseEngine):
         guard: Protects answers as the run's privacy settings require; None for no protection.
         timeout: Seconds that a client has for one call; None for no limit.
         adversaries: What simulated adversarial clients do, and their ids.
+        codec: Encodes what server and clients send each other; None to send it as it is.
     """
 
     def __init__(
@@ -87,8 +89,11 @@ class LocalEngine(BaseEngine):
         guard: Guard | None = None,
         timeout: float | None = None,
         adversaries: tuple[Adversaries, Sequence[int]] = (Adversaries(), ()),
+        codec: WireCodec | None = None,
     ) -> None:
-        super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
+        super().__init__(
+            algorithm, seed=seed, min_clients=min_clients, monitor=monitor, codec=codec
+        )
         self.clients = clients
         self.guard = guard
         self.adversaries, self.adversarial = adversaries
@@ -178,7 +183,7 @@ class LocalEngine(BaseEngine):
             except Exception as error:
                 failures[k] = self.failure(k, method, error)
 
-        with self.phase(method, len(args)):
+        with self.phase(method, len(args)), self.wire.during_call(self.round):
             order = self.order(list(args))
             if self.lanes:
                 tasks = {}

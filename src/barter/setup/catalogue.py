@@ -25,6 +25,7 @@ CHOICES = {
     "privacy": "privacy.epsilon",
     "evaluate": "evaluate.every",
     "adversaries": "adversaries.fraction",
+    "wire": "wire.profile",
 }
 
 
@@ -129,6 +130,7 @@ def known_keys() -> frozenset[str]:
         "privacy.": [_class(_source("privacy", "settings"), "Privacy")],
         "evaluate.": [_class(_source("core", "metrics"), "Evaluation")],
         "adversaries.": [_class(_source("engines", "adversaries"), "Adversaries")],
+        "wire.": [_class(_source("core", "wire_settings"), "WireSettings")],
     }
     found = {
         table + name

@@ -29,6 +29,7 @@ from barter.core.params import (
     nearest_name,
 )
 from barter.core.robust import AggregationRule
+from barter.core.wire_settings import WireSettings
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.sources import SOURCES
 from barter.data.splits import clients_in
@@ -88,6 +89,7 @@ TABLES: dict[str, dict[str, str]] = {
     "privacy": {},
     "evaluate": {},
     "adversaries": {},
+    "wire": {},
 }
 
 
@@ -125,6 +127,8 @@ class Config:
     robust_share: Fraction = 0.3  # share of adversarial clients that robust aggregation assumes
     # simulated adversarial clients, for research
     adversaries: Adversaries = dataclasses.field(default_factory=Adversaries)
+    # how payloads are encoded between server and clients
+    wire: WireSettings = dataclasses.field(default_factory=WireSettings)
     # the folder of a run whose trained networks are the initial ones; empty: start from the seed
     start: str = ""
     # checkpoint to keep beside those of the last rounds: none, or that of the best one on validation
@@ -153,6 +157,7 @@ class Config:
                 "data.validation to a share of the training images, such as 0.1"
             )
         self._require_defence()
+        self.wire.require(self.algorithm)
         object.__setattr__(self, "privacy", self.privacy.settle(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
             raise ConfigError(
@@ -208,6 +213,7 @@ class RunSettings(TypedDict, total=False):
     robust: str
     robust_share: float
     adversaries: Adversaries | None
+    wire: WireSettings | None
     start: str | Path
     keep: str
     keep_rounds: int
@@ -238,7 +244,7 @@ def configure(
     values: dict[str, Any] = {
         name: value
         for name, value in settings.items()
-        if value is not None or name not in ("privacy", "evaluate", "adversaries")
+        if value is not None or name not in ("privacy", "evaluate", "adversaries", "wire")
     }
     if "start" in values:
         values["start"] = str(values["start"])
@@ -330,6 +336,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     values["privacy"] = build_dataclass(Privacy, values["privacy"], "privacy.")
     values["evaluate"] = build_dataclass(Evaluation, values["evaluate"], "evaluate.")
     values["adversaries"] = build_dataclass(Adversaries, values["adversaries"], "adversaries.")
+    values["wire"] = build_dataclass(WireSettings, values["wire"], "wire.")
     return build_dataclass(Config, values)
 
 
@@ -527,7 +534,7 @@ def to_plain(config: Config) -> dict[str, Any]:
         names = {known: name for name, known in registry.items()}
         name = names.get(kind, f"{kind.__module__}:{kind.__qualname__}")
         tree[section] = {"name": name, **fields(tree[section])}
-    for section in ("data", "privacy", "evaluate", "adversaries"):
+    for section in ("data", "privacy", "evaluate", "adversaries", "wire"):
         tree[section] = fields(tree[section])
     return tree
 
@@ -553,6 +560,9 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     def defaults(kind: type[Any]) -> dict[str, Any]:
         values = {f.name: f.default for f in dataclasses.fields(kind)}
+        for f in dataclasses.fields(kind):
+            if f.default_factory is dict:
+                values[f.name] = {}
         return {
             name: _as_toml(value)
             for name, value in values.items()
@@ -566,7 +576,12 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
         method = find_algorithm(algorithm["name"])
         present = drop_retired_fields(method, method.upgrade(algorithm), "algorithm.")
         filled["algorithm"] = {**defaults(method), **present}
-    sections = (("data", Data), ("evaluate", Evaluation), ("adversaries", Adversaries))
+    sections: tuple[tuple[str, type[Any]], ...] = (
+        ("data", Data),
+        ("evaluate", Evaluation),
+        ("adversaries", Adversaries),
+        ("wire", WireSettings),
+    )
     for section, kind in sections:
         filled[section] = {**defaults(kind), **tree.get(section, {})}
     return filled
