@@ -516,6 +516,7 @@ class Experiment:
             failures,
             participants=participants,
             primary=self.algorithm.primary,
+            wire=str(self.config.wire),
         )
 
     def _origin(self) -> dict[str, str]:

@@ -34,6 +34,7 @@ class Round:
     primary: Primary = "clients"  # The model whose accuracy is the method's headline.
     # What a reader should know of the round, such as that the accuracy fell to chance.
     warnings: list[str] = dataclasses.field(default_factory=list)
+    wire: str = "exact"  # The profile by which payloads were encoded, and its exceptions.
 
     def values(self, metric: str, clients: Collection[int] | None = None) -> dict[int, float]:
         """Return the value of a metric for each client that reports it.
@@ -135,5 +136,6 @@ class Round:
             all(isinstance(number, int | float) for number in numbers)
             and isinstance(self.failures, list)
             and isinstance(self.warnings, list)
+            and isinstance(self.wire, str)
             and self.primary in ("server", "clients")
         )

@@ -156,6 +156,7 @@ class WireField:
     direction: Literal["up", "down"]
     path: str
     kind: ContentKind
+    itemsize: int = 4  # Bytes of a value that is not encoded.
 
 
 def parameter_names(algorithm: object, method: str) -> list[str]:
@@ -171,28 +172,29 @@ def list_fields(algorithm: Any) -> list[WireField]:
         schema = compile_method(algorithm, method)
         names = parameter_names(algorithm, method)
         for name, parameter in zip(names, schema.parameters, strict=True):
-            for path, kind in _static_fields(parameter, f"{method}.{name}", ""):
-                rows.append(WireField(method, "down", path, kind))
-        for path, kind in _static_fields(schema.answer, method, ""):
-            rows.append(WireField(method, "up", path, kind))
+            for path, kind, itemsize in _static_fields(parameter, f"{method}.{name}", ""):
+                rows.append(WireField(method, "down", path, kind, itemsize))
+        for path, kind, itemsize in _static_fields(schema.answer, method, ""):
+            rows.append(WireField(method, "up", path, kind, itemsize))
     return list(dict.fromkeys(rows))
 
 
 def _static_fields(
     schema: Schema, path: str, content: ContentKind | Literal[""]
-) -> Iterator[tuple[str, ContentKind]]:
-    """Yield path and kind of every field with tensors in a schema."""
+) -> Iterator[tuple[str, ContentKind, int]]:
+    """Yield path, kind and bytes of a value of every field with tensors in a schema."""
     content = schema.content or content
     match schema:
         case RecordSchema():
             for key, part in schema.fields.items():
                 yield from _static_fields(part, f"{path}.{key}", content)
         case StateSchema():
-            yield path, content or "weights"
+            yield path, content or "weights", 4
         case TensorSchema():
-            yield path, content or kind_of_tensor(schema)
+            itemsize = 4 if schema.values is None else schema.values.dtype.itemsize
+            yield path, content or kind_of_tensor(schema), itemsize
         case AnySchema():
-            yield path, content or "values"
+            yield path, content or "values", 4
         case DictSchema() | ListSchema() | TupleSchema() | UnionSchema():
             for child in schema.children():
                 yield from _static_fields(child, path, content)
