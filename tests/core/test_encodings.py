@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from barter.core import encodings
-from barter.core.encodings import Coded, encode_tensor
+from barter.core.encodings import EncodedTensor, encode_tensor
 from barter.core.errors import PayloadError
 from barter.core.payload import pack, unpack
 from barter.core.wire_codec import decode_payload
@@ -37,13 +37,13 @@ def photos(count: int = 40, channels: int = 3, side: int = 16) -> Tensor:
     return smooth.clamp(0, 255).round().to(torch.uint8)
 
 
-def code(tensor: Tensor, encoding: str, **options: Any) -> Coded:
+def code(tensor: Tensor, encoding: str, **options: Any) -> EncodedTensor:
     coded = encode_tensor(tensor, encoding, **options)
     assert coded is not None
     return coded
 
 
-def sent(coded: Coded) -> Tensor:
+def sent(coded: EncodedTensor) -> Tensor:
     """Decode a tensor from the bytes of its payload, as another process does."""
     tree = unpack(*pack(coded.to_payload()))
     decoded: Tensor = decode_payload(tree, coded.decoded_nbytes)
@@ -145,7 +145,7 @@ def test_images_of_floats_have_256_levels_of_each_channel(
 
 
 def test_many_images_have_several_sheets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encodings, "SHEET", 40)
+    monkeypatch.setattr(encodings, "SHEET_SIDE", 40)
     images = photos(count=23)
     coded = code(images, "webp")
     assert len(coded.data) == 6

@@ -1,7 +1,7 @@
 """Encodings of single tensors at the wire, which trade precision for bytes.
 
-`encode_tensor` makes a `Coded` tensor; `Coded.decode` restores a tensor of the same shape and dtype.
-A coded tensor travels as a small dict of a payload (`Coded.to_payload`); `Coded.from_payload` reads
+`encode_tensor` makes a `EncodedTensor` tensor; `EncodedTensor.decode` restores a tensor of the same shape and dtype.
+A coded tensor travels as a small dict of a payload (`EncodedTensor.to_payload`); `EncodedTensor.from_payload` reads
 it from an untrusted party and checks every size before anything is allocated.
 
 | encoding | bytes per value | values |
@@ -38,7 +38,7 @@ __all__ = [
     "ENCODED",
     "ENCODINGS",
     "IMAGE_ENCODINGS",
-    "Coded",
+    "EncodedTensor",
     "EncodingName",
     "RowAxis",
     "encode_tensor",
@@ -63,7 +63,7 @@ KEYS = frozenset(
     {ENCODED, "dtype", "shape", "order", "rows", "signed", "deflated", "scales", "data"}
 )
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-SHEET = 1024  # Largest side of a sheet of images in pixels, unless a single image is larger.
+SHEET_SIDE = 1024  # Largest side of a sheet of images in pixels, unless a single image is larger.
 MAX_SIDE = 16383  # Largest side of a WebP image.
 MAX_AXES = 16  # Largest number of axes of a coded tensor.
 SHORT_ROW = 32  # Rows of fewer values share one scale, which would be many of their bytes.
@@ -79,7 +79,7 @@ def is_image_batch(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Coded:
+class EncodedTensor:
     """A tensor as it is sent.
 
     Attributes:
@@ -131,7 +131,7 @@ class Coded:
         }
 
     @classmethod
-    def from_payload(cls, tree: Payload, path: str = "payload") -> Coded:
+    def from_payload(cls, tree: Payload, path: str = "payload") -> EncodedTensor:
         """Read a coded tensor of an untrusted party; nothing is allocated.
 
         Args:
@@ -273,7 +273,7 @@ def encode_tensor(
     rows: RowAxis = "last",
     deflate: bool = False,
     noise: torch.Generator | None = None,
-) -> Coded | None:
+) -> EncodedTensor | None:
     """Encode a tensor.
 
     Args:
@@ -314,7 +314,9 @@ def encode_tensor(
     return replace(coded, order=tuple(order))
 
 
-def _quantise(values: Tensor, encoding: str, rows: RowAxis, noise: torch.Generator | None) -> Coded:
+def _quantise(
+    values: Tensor, encoding: str, rows: RowAxis, noise: torch.Generator | None
+) -> EncodedTensor:
     """Return a contiguous tensor as levels and scales."""
     signed = False
     scales = values.new_zeros(0, dtype=torch.float32)
@@ -336,7 +338,7 @@ def _quantise(values: Tensor, encoding: str, rows: RowAxis, noise: torch.Generat
         to_levels = _to_int4 if encoding == "int4" else _to_int8
         levels, scales = to_levels(matrix, signed, noise)
     shape = tuple(values.shape)
-    return Coded(
+    return EncodedTensor(
         encoding, values.dtype, shape, (), rows, signed, False, scales, (levels,), levels=levels
     )
 
@@ -407,7 +409,7 @@ def _from_bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
 
 
-def _deflate(coded: Coded) -> Coded:
+def _deflate(coded: EncodedTensor) -> EncodedTensor:
     """Compress levels by zlib if that saves at least a twentieth.
 
     Levels have no patterns that repeat, only frequent and rare values, so Huffman codes alone are
@@ -439,8 +441,8 @@ def _inflate(data: Tensor, size: int, path: str) -> Tensor:
 def _sheet_sizes(shape: Sequence[int]) -> list[tuple[int, int]]:
     """Return width and height of the sheets that hold a batch of images of this shape."""
     images, _, height, width = shape
-    columns = max(1, SHEET // width)
-    per_sheet = columns * max(1, SHEET // height)
+    columns = max(1, SHEET_SIDE // width)
+    per_sheet = columns * max(1, SHEET_SIDE // height)
     sizes = []
     for start in range(0, images, per_sheet):
         count = min(per_sheet, images - start)

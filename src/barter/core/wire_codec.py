@@ -14,7 +14,7 @@ from barter.core.contracts import ContentKind
 from barter.core.encodings import (
     ENCODED,
     IMAGE_ENCODINGS,
-    Coded,
+    EncodedTensor,
     RowAxis,
     encode_tensor,
     is_image_batch,
@@ -57,7 +57,7 @@ class WireCodec:
         self._round = 0
         # What the server sends to several clients is encoded once in a call:
         # id of a tensor, encoding and path -> the tensor itself, to keep its id, and its code.
-        self._shared: dict[tuple[int, str, str], tuple[Tensor, Coded | None]] | None = None
+        self._shared: dict[tuple[int, str, str], tuple[Tensor, EncodedTensor | None]] | None = None
 
     @contextmanager
     def during_call(self, round: int) -> Iterator[None]:
@@ -111,12 +111,12 @@ class WireCodec:
 
     def _code_leaves(
         self, tree: Payload, method: str, direction: Direction, client: int
-    ) -> dict[str, Coded]:
+    ) -> dict[str, EncodedTensor]:
         """Return the code of each tensor that is not sent as it is, by its path."""
         plan: dict[str, tuple[str, RowAxis]] = {}
         for path, field, kind, tensor in self._fields(tree, method, direction):
             plan[path] = self._choose(field, kind, tensor)
-        coded: dict[str, Coded] = {}
+        coded: dict[str, EncodedTensor] = {}
         for path, value in leaves(tree, method):
             if f".{ENCODED}" in path:
                 raise PayloadError(f"{path}: a payload must not have the key {ENCODED!r}")
@@ -134,7 +134,7 @@ class WireCodec:
         encoding: str,
         rows: RowAxis,
         place: tuple[str, Direction, int, str],
-    ) -> Coded | None:
+    ) -> EncodedTensor | None:
         """Encode a tensor, or return its code if it was sent to another client in this call."""
         method, direction, client, path = place
         noise: torch.Generator | None = None
@@ -278,7 +278,7 @@ def encoded_nbytes(tree: Payload, path: str = "payload") -> int:
     sizes: list[int] = []
     _map_coded(
         tree,
-        lambda at, code: sizes.append(Coded.from_payload(code, at).nbytes),
+        lambda at, code: sizes.append(EncodedTensor.from_payload(code, at).nbytes),
         lambda value: sizes.append(nbytes(value)),
         path,
     )
@@ -294,7 +294,7 @@ def decoded_nbytes(tree: Payload, path: str = "payload") -> int:
     sizes: list[int] = []
     _map_coded(
         tree,
-        lambda at, code: sizes.append(Coded.from_payload(code, at).decoded_nbytes),
+        lambda at, code: sizes.append(EncodedTensor.from_payload(code, at).decoded_nbytes),
         lambda value: sizes.append(nbytes(value)),
         path,
     )
@@ -320,7 +320,7 @@ def decode_payload(tree: Payload, most: int | None = None, path: str = "payload"
         )
     return _map_coded(
         tree,
-        lambda at, code: Coded.from_payload(code, at).decode(at),
+        lambda at, code: EncodedTensor.from_payload(code, at).decode(at),
         lambda value: value,
         path,
     )
