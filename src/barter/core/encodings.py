@@ -250,7 +250,8 @@ class EncodedTensor:
         if self.encoding in IMAGE_ENCODINGS:
             if self.dtype == torch.uint8:
                 return levels.clone()
-            least, step = scales.view(2, -1, 1)
+            least = scales[: self.shape[1]].unsqueeze(1)
+            step = scales[self.shape[1] :].unsqueeze(1)
             values = levels.view(self.shape[0], self.shape[1], -1).float() * step + least
             return values.to(self.dtype)
         if self.encoding == "int4":
