@@ -175,9 +175,7 @@ def test_many_images_have_several_sheets(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_what_cannot_be_encoded_is_sent_as_it_is(tensor: Tensor, encoding: str) -> None:
-    expected = 4 if tensor.shape == (2, 2) else None  # Four levels and a scale are 8 bytes of 16.
-    coded = encode_tensor(tensor, encoding)
-    assert coded is None or coded.data[0].numel() == expected
+    assert encode_tensor(tensor, encoding) is None
 
 
 def changed(tree: Any, **fields: Any) -> Any:

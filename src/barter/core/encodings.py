@@ -67,6 +67,7 @@ SHEET_SIDE = 1024  # Largest side of a sheet of images in pixels, unless a singl
 MAX_SIDE = 16383  # Largest side of a WebP image.
 MAX_AXES = 16  # Largest number of axes of a coded tensor.
 SHORT_ROW = 32  # Rows of fewer values share one scale, which would be many of their bytes.
+OVERHEAD = 64  # Bytes of a tensor's description, which small tensors do not save.
 LARGEST = 3e38  # Of a number that is encoded: larger ones would become infinite.
 DEFLATE_LEVEL = 1
 WEBP_METHOD = 2  # Effort from 0 to 6: more is slower and hardly smaller.
@@ -307,7 +308,7 @@ def encode_tensor(
         coded = replace(coded, data=tuple(sheets))
     elif deflate:
         coded = _deflate(coded)
-    if coded.nbytes >= values.numel() * values.element_size():
+    if coded.nbytes + OVERHEAD >= values.numel() * values.element_size():
         return None
     if values.is_contiguous():
         return coded
