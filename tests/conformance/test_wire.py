@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from barter.cli.describing import print_wire
 from barter.core.payload import leaves, nbytes
 from barter.core.wire import Direction, Wire
 from barter.core.wire_codec import WireCodec
@@ -114,3 +115,12 @@ def test_noise_is_added_before_values_are_encoded() -> None:
         step = other.abs().amax(1, keepdim=True) / 127
         assert ((other / step).round() - other / step).abs().max() < 1e-3, "they are levels"
         assert ((one - other).abs() <= step).all(), "of the same noise"
+
+
+def test_a_command_shows_the_encoding_of_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    print_wire(None, "fedproto", ["wire.profile=small"])
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "FedProto, profile small" in shown
+    assert any(line.startswith("up learn.vectors embeddings int8 ") for line in shown)
+    assert any(line.startswith("up learn.classes exact exact ") for line in shown)
+    assert "down receive.prototypes.vectors embeddings int8" in shown

@@ -21,7 +21,13 @@ from barter.core.wire_codec import (
     encoded_nbytes,
 )
 from barter.core.wire_settings import WireSettings, list_fields
-from barter.setup.config import resolve, to_plain, with_settings
+from barter.setup.config import (
+    first_difference,
+    resolve,
+    to_plain,
+    with_defaults,
+    with_settings,
+)
 from tests.conftest import tiny
 
 
@@ -83,6 +89,9 @@ def test_the_table_of_a_configuration_is_read_and_written() -> None:
     assert config.wire == WireSettings(profile="lean", fields={"learn.embeddings": "int4"})
     assert resolve(to_plain(config)).wire == config.wire
     assert resolve({}).wire.is_exact
+    now = to_plain(resolve({}))
+    older = {key: value for key, value in now.items() if key != "wire"}
+    assert first_difference(now, with_defaults(older), ()) is None, "an older run can be resumed"
 
 
 def test_weights_keep_what_is_no_matrix() -> None:

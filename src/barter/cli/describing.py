@@ -58,7 +58,8 @@ def print_wire(config: Path | None, algorithm: str | None, settings: SettingText
         limits |= largest_fields(resolved.algorithm, method, known)
     absent = tuple(f"{path}." for path, limit in limits.items() if limit == 0)
     for row in list_fields(resolved.algorithm):
-        if limits.get(row.path) == 0 or row.path.startswith(absent):
+        is_absent = limits.get(row.path) == 0 or row.path.startswith(absent)
+        if row.direction == "up" and is_absent:
             continue  # This configuration does not send it.
         encoding = resolved.wire.encoding_of(row.path, row.kind)
         limit = limits.get(row.path) if row.direction == "up" else None
