@@ -6,6 +6,7 @@ import dataclasses
 
 from barter.algorithms import ALGORITHMS
 from barter.core.metrics import Evaluation
+from barter.core.wire_settings import WireSettings
 from barter.data.partition import PARTITIONS
 from barter.data.sources import PATH_SOURCES, SOURCES
 from barter.data.task import Data
@@ -44,6 +45,7 @@ def test_known_keys_are_the_fields() -> None:
         "evaluate": [Evaluation],
         "adversaries": [Adversaries],
         "network": [Network],
+        "wire": [WireSettings],
     }
     fields = {
         f"{table}.{f.name}"

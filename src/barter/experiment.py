@@ -617,6 +617,7 @@ class Experiment:
             participants=participants,
             primary=self.algorithm.primary,
             simulated=simulated,
+            wire=str(self.config.wire),
         )
 
     def _origin(self) -> dict[str, str]:

@@ -283,7 +283,8 @@ def _drive(
         f"{type(config.algorithm).__name__} on {config.data.source}: "
         f"{pluralise(config.clients, 'client')}, "
         f"{pluralise(architectures, 'architecture')}, {pluralise(config.rounds, 'round')}, "
-        f"{experiment.device}{_thread_count(experiment.config.threads)}; folder {out}"
+        f"{experiment.device}{_thread_count(experiment.config.threads)}"
+        f"{_wire_profile(config)}; folder {out}"
     )
     _print_variant(console, config.algorithm)
     if experiment.round:
@@ -334,6 +335,11 @@ def _thread_count(threads: int | None) -> str:
     if threads < available:
         return f", {threads} of {available} threads"
     return f", {pluralise(threads, 'thread')}"
+
+
+def _wire_profile(config: Config) -> str:
+    """Describe how payloads are encoded, for the run's header; empty if they are exact."""
+    return "" if config.wire.is_exact else f", wire {config.wire}"
 
 
 def _close(
@@ -388,7 +394,7 @@ def _drive_flower(
     watcher.console.print(
         f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, "
         f"{pluralise(config.rounds, 'round')}"
-        f"{_thread_count(config.threads)}; folder {out}"
+        f"{_thread_count(config.threads)}{_wire_profile(config)}; folder {out}"
     )
     _print_variant(watcher.console, config.algorithm)
     execute = loopback.simulate if simulate else loopback.run_here

@@ -36,6 +36,7 @@ class Round:
     warnings: list[str] = dataclasses.field(default_factory=list)
     # Method, "server" or "round" -> seconds in the simulated network; empty if there is none.
     simulated: dict[str, float] = dataclasses.field(default_factory=dict)
+    wire: str = "exact"  # The profile by which payloads were encoded, and its exceptions.
 
     def values(self, metric: str, clients: Collection[int] | None = None) -> dict[int, float]:
         """Return the value of a metric for each client that reports it.
@@ -159,5 +160,6 @@ class Round:
             all(isinstance(number, int | float) for number in numbers)
             and isinstance(self.failures, list)
             and isinstance(self.warnings, list)
+            and isinstance(self.wire, str)
             and self.primary in ("server", "clients")
         )

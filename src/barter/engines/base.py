@@ -27,8 +27,9 @@ from barter.core.metrics import Evaluation
 from barter.core.model import Classifier
 from barter.core.nodes import Monitor, Server, Silence
 from barter.core.outliers import OutlierComparison, compare_answers, find_large_logits, probe
-from barter.core.payload import Payload, State, leaves, map_leaves, to_floats
+from barter.core.payload import Payload, State, leaves, map_leaves, nbytes, to_floats
 from barter.core.wire import Wire
+from barter.core.wire_codec import WireCodec
 from barter.engines.network import Clock
 from barter.privacy.parts import nonempty_parts
 from barter.privacy.side_information import RESULTS, holds_metrics
@@ -51,11 +52,12 @@ class BaseEngine:
         seed: int,
         min_clients: int | None,
         monitor: Monitor | None,
+        codec: WireCodec | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.seed = seed
         self.min_clients = min_clients
-        self.wire = Wire(algorithm.may_be_infinite)
+        self.wire = Wire(algorithm.may_be_infinite, codec)
         self.watched = monitor or Silence()
         self.round = 0
         self.evaluation = Evaluation()  # The test sets that clients use, and when.
@@ -250,15 +252,35 @@ class BaseEngine:
         list(leaves(answer, method))  # Raises if the answer is not a payload.
         # Parts are counted first: a rejected answer has left its client all the same.
         self.count_release(client, self.parts(method, answer))
-        return self.check_answer(answer, method, client, sent)
+        answer, size = self.open_answer(answer, method, client)
+        return self.check_answer(answer, method, client, sent, size)
+
+    def open_answer(self, answer: Payload, method: str, client: int) -> tuple[Payload, int | None]:
+        """Return an answer as the server decodes it, and its encoded size.
+
+        The size is None if answers are sent as they are.
+        """
+        return self.wire.transmit(answer, method, client, "up")
 
     def check_answer(
-        self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
+        self,
+        answer: Payload,
+        method: str,
+        client: int,
+        sent: tuple[Any, ...],
+        size: int | None = None,
     ) -> Payload:
-        """Check an answer whose parts were counted, and return it isolated.
+        """Check a decoded answer whose parts were counted, and return it isolated.
 
         The engine of a single site has no server: there the answer passes and is checked by the
         server that receives it.
+
+        Args:
+            answer: The answer.
+            method: The remote method.
+            client: The client's id.
+            sent: The arguments that the client received.
+            size: Its encoded size in bytes; None if it was not encoded.
         """
         if self.server is not None:
             valid = validate(
@@ -266,7 +288,8 @@ class BaseEngine:
             )
             self._valid[client] = valid
             answer = self.cap_counts(answer, method, client, valid.claims)
-        return self.wire.carry(answer, method, client, "up")
+        size = nbytes(answer) if size is None else size
+        return self.wire.carry(answer, method, client, "up", size=size)
 
     def drop_outliers(
         self, method: str, answers: dict[int, Any], args: Mapping[int, tuple[Any, ...]]

@@ -28,6 +28,7 @@ from barter.core.evaluation import record_local_only
 from barter.core.metrics import MANY_CLIENTS
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, State, isolate, leaves
+from barter.core.wire_codec import WireCodec
 from barter.engines import forks
 from barter.engines.adversaries import Adversaries, poison, states_in
 from barter.engines.base import BaseEngine
@@ -79,6 +80,7 @@ class LocalEngine(BaseEngine):
         timeout: Seconds that a client has for one call; None for no limit.
         adversaries: What simulated adversarial clients do, and their ids.
         clock: Simulated time and network; None for none.
+        codec: Encodes what server and clients send each other; None to send it as it is.
     """
 
     def __init__(
@@ -97,8 +99,11 @@ class LocalEngine(BaseEngine):
         timeout: float | None = None,
         adversaries: tuple[Adversaries, Sequence[int]] = (Adversaries(), ()),
         clock: Clock | None = None,
+        codec: WireCodec | None = None,
     ) -> None:
-        super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
+        super().__init__(
+            algorithm, seed=seed, min_clients=min_clients, monitor=monitor, codec=codec
+        )
         self.clock = clock
         self.clients = clients
         self.states: ClientStates | None = None  # None keeps all clients in memory.
@@ -197,7 +202,7 @@ class LocalEngine(BaseEngine):
             local_only: True if nothing was exchanged before this call. The server sends it to a site,
                 which does not know the other clients; None lets this engine decide.
         """
-        if self.clock is None and self._may_defer(method, args):
+        if self._may_defer(method, args):
             return self._defer(method, args)
         self._local_only = self.is_local_only() if local_only is None else local_only
         # What the engine computes here, such as checks of answers, is not the server's work.
@@ -267,7 +272,7 @@ class LocalEngine(BaseEngine):
             except Exception as error:
                 failures[k] = self.failure(k, method, error)
 
-        with self.phase(method, len(args)):
+        with self.phase(method, len(args)), self.wire.during_call(self.round):
             order = self.order(list(args))
             if self.lanes:
                 tasks = {}
@@ -290,8 +295,11 @@ class LocalEngine(BaseEngine):
         """Return whether a call waits until each client next takes part.
 
         This is so if there are many clients, all of them receive the same, and the algorithm
-        declares that it makes no difference.
+        declares that it makes no difference. A simulated network and encodings treat each client's
+        payload on its own, so nothing is deferred with them.
         """
+        if self.clock is not None or self.wire.codec is not None:
+            return False
         if len(self._ids) <= MANY_CLIENTS or len(args) < len(self._ids):
             return False
         first = args[self._ids[0]]

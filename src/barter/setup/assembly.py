@@ -16,6 +16,7 @@ from barter.core.images import Images
 from barter.core.nodes import Client, Monitor, Node, Server
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
+from barter.core.wire_codec import WireCodec
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.splits import clients_in
 from barter.data.task import Data, Task, make_task, overlap_note
@@ -36,7 +37,7 @@ from barter.setup.participants import (
     require_apart,
 )
 
-__all__ = ["Federation", "assemble", "resolve_partition", "start_from"]
+__all__ = ["Federation", "assemble", "make_codec", "resolve_partition", "start_from"]
 
 log = logging.getLogger("barter")
 
@@ -93,6 +94,13 @@ def resolve_partition(
         clients = len(partition) if clients is None else clients
         partition = Listed.of(partition)
     return partition, 5 if clients is None else clients
+
+
+def make_codec(config: Config) -> WireCodec | None:
+    """Return what encodes a run's payloads; None if they are sent as they are."""
+    if config.wire.is_exact:
+        return None
+    return WireCodec(config.algorithm, config.wire, config.seed)
 
 
 def assemble(
@@ -166,6 +174,7 @@ def assemble(
         timeout=config.timeout,
         adversaries=(config.adversaries, adversarial),
         clock=clock,
+        codec=make_codec(config),
     )
     if config.timeout is not None and (why := engine.timeout_gap()):
         log.warning(

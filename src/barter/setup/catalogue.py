@@ -26,6 +26,7 @@ CHOICES = {
     "evaluate": "evaluate.every",
     "adversaries": "adversaries.fraction",
     "network": "network.preset",
+    "wire": "wire.profile",
 }
 
 
@@ -131,6 +132,7 @@ def known_keys() -> frozenset[str]:
         "evaluate.": [_class(_source("core", "metrics"), "Evaluation")],
         "adversaries.": [_class(_source("engines", "adversaries"), "Adversaries")],
         "network.": [_class(_source("engines", "network"), "Network")],
+        "wire.": [_class(_source("core", "wire_settings"), "WireSettings")],
     }
     found = {
         table + name

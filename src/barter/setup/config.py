@@ -29,6 +29,7 @@ from barter.core.params import (
     nearest_name,
 )
 from barter.core.robust import AggregationRule
+from barter.core.wire_settings import WireSettings
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.sources import SOURCES
 from barter.data.splits import clients_in
@@ -91,6 +92,7 @@ TABLES: dict[str, dict[str, str]] = {
     "evaluate": {},
     "adversaries": {},
     "network": {},
+    "wire": {},
 }
 
 
@@ -133,6 +135,8 @@ class Config:
     adversaries: Adversaries = dataclasses.field(default_factory=Adversaries)
     # simulated bandwidth, latency and speed of clients; the run's record then has simulated time
     network: Network = dataclasses.field(default_factory=Network)
+    # how payloads are encoded between server and clients
+    wire: WireSettings = dataclasses.field(default_factory=WireSettings)
     # the folder of a run whose trained networks are the initial ones; empty: start from the seed
     start: str = ""
     # checkpoint to keep in addition to those of the last rounds: none, or that of the best one on
@@ -169,6 +173,7 @@ class Config:
                 "real, and timeout is the deadline"
             )
         object.__setattr__(self, "evaluate", self.evaluate.settle(self.clients))
+        self.wire.require(self.algorithm)
         object.__setattr__(self, "privacy", self.privacy.settle(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
             raise ConfigError(
@@ -237,6 +242,7 @@ class RunSettings(TypedDict, total=False):
     robust_share: float
     adversaries: Adversaries | None
     network: Network | None
+    wire: WireSettings | None
     start: str | Path
     keep: str
     keep_rounds: int
@@ -267,7 +273,8 @@ def configure(
     values: dict[str, Any] = {
         name: value
         for name, value in settings.items()
-        if value is not None or name not in ("privacy", "evaluate", "adversaries", "network")
+        if value is not None
+        or name not in ("privacy", "evaluate", "adversaries", "network", "wire")
     }
     if "start" in values:
         values["start"] = str(values["start"])
@@ -376,6 +383,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         if link_preset is None
         else Network.preset(str(link_preset), values["network"])
     )
+    values["wire"] = build_dataclass(WireSettings, values["wire"], "wire.")
     return build_dataclass(Config, values)
 
 
@@ -580,7 +588,7 @@ def to_plain(config: Config) -> dict[str, Any]:
         names = {known: name for name, known in registry.items()}
         name = names.get(kind, f"{kind.__module__}:{kind.__qualname__}")
         tree[section] = {"name": name, **fields(tree[section])}
-    for section in ("data", "privacy", "evaluate", "adversaries", "network"):
+    for section in ("data", "privacy", "evaluate", "adversaries", "network", "wire"):
         tree[section] = fields(tree[section])
     return tree
 
@@ -606,6 +614,9 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     def defaults(kind: type[Any]) -> dict[str, Any]:
         values = {f.name: f.default for f in dataclasses.fields(kind)}
+        for f in dataclasses.fields(kind):
+            if f.default_factory is dict:
+                values[f.name] = {}
         return {
             name: _as_toml(value)
             for name, value in values.items()
@@ -624,6 +635,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
         ("evaluate", Evaluation),
         ("adversaries", Adversaries),
         ("network", Network),
+        ("wire", WireSettings),
     )
     for section, kind in sections:
         filled[section] = {**defaults(kind), **tree.get(section, {})}

@@ -256,8 +256,9 @@ class Vandalised(Wire):
         client: int,
         direction: Direction,
         device: torch.device | None = None,
+        size: int | None = None,
     ) -> Any:
-        arrived = super().carry(tree, method, client, direction, device)
+        arrived = super().carry(tree, method, client, direction, device, size)
         for _, leaf in leaves(isolate(tree, device, path=method)):
             if isinstance(leaf, Tensor):
                 leaf.zero_()
