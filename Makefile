@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-latest test-lowest docs format clean
+.PHONY: help demo test test-slow test-latest test-lowest docs tables format clean
 
 help:  ## print this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{ printf "make %-11s %s\n", $$1, $$2 }'
@@ -40,6 +40,9 @@ test-lowest:  ## the test suite with the lowest versions that pyproject.toml all
 
 docs: $(VENV)/installed  ## the documentation site: build/docs/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+tables: $(VENV)/installed  ## write the tables of all pages from the stored results
+	$(BIN)/python -m benchmarks.tables
 
 format: $(VENV)/installed  ## bring the code into shape
 	$(BIN)/ruff check --fix .

@@ -50,6 +50,7 @@ MAY_IMPORT = {
         "compute",
     },
     "compare": {"compare", "setup", "runs", "data", "core"},
+    "recipes": {"recipes", "compare", "setup", "runs", "core", "version"},
     "report": {
         "report",
         "compare",
@@ -77,6 +78,7 @@ MAY_IMPORT = {
         "cli",
         "report",
         "compare",
+        "recipes",
         "trained",
         "testing",
         "attacks",

@@ -1,0 +1,1 @@
+"""Recipes: rows of published tables, with the configuration and the stored runs of each."""

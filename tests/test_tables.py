@@ -1,0 +1,115 @@
+"""Tables of pages come from stored results, and agree with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from barter.core.errors import CheckpointError, ConfigError
+from barter.recipes.stored import StoredRun, read_stored_runs, write_stored_runs
+from benchmarks import tables
+
+RUNS = {
+    "plain": [
+        StoredRun("plain", 0, {"round": [1, 2], "global": [0.5, 0.6], "own": [0.9, 0.8]}),
+        StoredRun("plain", 1, {"round": [1, 2], "global": [0.6, 0.64], "own": [0.9, None]}),
+    ],
+    "other": [StoredRun("other", 1, {"round": [1, 2, 3], "global": [0.7, 0.9, 0.8]})],
+    "costs": [
+        StoredRun(
+            "costs",
+            0,
+            {"round": [1, 2, 3], "seconds": [100, 8, 12], "bytes": [1000, 600, 400]},
+            hardware="a core",
+        )
+    ],
+}
+
+
+def test_committed_pages_agree_with_the_stored_results() -> None:
+    rows = tables.stored_rows()
+    specs = tables.specifications()
+    for name, spec in specs.items():
+        assert tables.render(spec, rows).count("\n") == len(spec["rows"]) + 2, name
+    for page in tables.pages():
+        text = page.read_text("utf-8")
+        assert tables.fill(text, specs, rows) == text, f"{page}: run python -m benchmarks.tables"
+
+
+@pytest.mark.parametrize(
+    ("row", "what", "text"),
+    [
+        ("plain", "1", "55.0 ± 7.1"),
+        ("plain", "last", "62.0 ± 2.8 (2)"),
+        ("other", "best", "90.0 (2)"),
+        ("other", "last", "80.0 (3)"),
+        ("other", "4", ""),
+        ("plain", "own last", "80.0 (2)"),
+        ("plain", "by seed", "60.0 / 64.0"),
+        ("plain", "range", "60.0 to 64.0"),
+        ("other", "above", "+26.0"),
+        ("plain", "seeds", "2"),
+        ("costs", "seconds", "10"),
+        ("costs", "minutes", "2.0"),
+        ("costs", "bytes", "2 kB"),
+        ("costs", "hardware", "a core"),
+        ("plain", "minutes", ""),
+        ("plain", "paper", ""),
+    ],
+)
+def test_cells(row: str, what: str, text: str) -> None:
+    assert tables.cell(RUNS, row, what, "global", "plain").text == text
+
+
+def test_only_what_stands_between_the_marks_is_replaced() -> None:
+    specs = {"t": {"columns": ["last"], "bold": ["last"], "rows": [{"row": "plain"}]}}
+    before = "a\n<!-- table: t -->\n| old |\n<!-- end -->\nb <!-- end -->\n"
+    after = tables.fill(before, specs, RUNS)
+    assert after == (
+        "a\n<!-- table: t -->\n\n| method | last round |\n| --- | --- |\n"
+        "| plain | **62.0 ± 2.8 (2)** |\n\n<!-- end -->\nb <!-- end -->\n"
+    )
+    assert tables.fill(after, specs, RUNS) == after
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ({"columns": ["last"], "rows": [{"row": "absent"}]}, "table t: .*'absent'"),
+        ({"columns": ["lst"], "rows": [{"row": "plain"}]}, "table t: there is no column 'lst'"),
+        ({"columns": ["above"], "rows": [{"row": "plain"}]}, "no baseline"),
+    ],
+)
+def test_a_table_that_cannot_be_made_says_why(spec: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        tables.fill("<!-- table: t -->\n<!-- end -->", {"t": spec}, RUNS)
+    with pytest.raises(ConfigError, match="no table 'u'"):
+        tables.fill("<!-- table: u -->\n<!-- end -->", {"t": spec}, RUNS)
+
+
+def test_a_row_is_stored_in_one_file(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    write_stored_runs(folder / "a.jsonl", RUNS["plain"])
+    assert tables.stored_rows(tmp_path) == {"plain": RUNS["plain"]}
+    write_stored_runs(folder / "b.jsonl", RUNS["plain"][1:])
+    with pytest.raises(ConfigError, match="b.jsonl: runs of 'plain'"):
+        tables.stored_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (["{"], "line 1: "),
+        (['{"row": "a", "seed": 0, "curve": {"round": [1]}, "x": 1}'], "line 1: .*'x'"),
+        (['{"row": "a", "seed": 0, "curve": {"round": [2, 1]}}'], "not in order"),
+        (['{"row": "a", "seed": 0, "curve": {"round": [1], "own": []}}'], "differ in length"),
+        (['{"row": "a", "seed": 0, "curve": {"round": [1]}}'] * 2, "line 2: a second run"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, lines: list[str], why: str) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(CheckpointError, match=why):
+        read_stored_runs(path)
