@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -23,26 +25,46 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }
-# Sections of the navigation that hold every page of a folder: its index first, others by name.
-FOLDERS = ("methods/", "results/")
-LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s#]+)((?:#[^)\s]*)?)\)")
+# The text of a link, which may hold code, its path, and its anchor.
+LINK = re.compile(r"(!?\[(?:`[^`]*`|[^\]`])*\])\(([^)\s#]+)((?:#[^)\s]*)?)\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Give headings the anchors that forges give them, and expand folders of the navigation."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
-    for section in config.nav or []:
-        for title, target in section.items():
-            if target in FOLDERS:
-                section[title] = pages_in(Path(config.docs_dir), target)
+    nav = config.nav or []
+    config.nav = expand(nav, Path(config.docs_dir), set(pages_of(nav)))
     return config
 
 
-def pages_in(docs: Path, folder: str) -> list[str]:
-    """List the pages of a folder, `index.md` first."""
-    names = sorted(path.name for path in (docs / folder).glob("*.md"))
-    names.sort(key=lambda name: name != "index.md")
-    return [folder + name for name in names]
+def pages_of(nav: list[Any]) -> Iterator[str]:
+    """Yield the pages and folders that a navigation names."""
+    for entry in nav:
+        for target in [entry] if isinstance(entry, str) else entry.values():
+            if isinstance(target, list):
+                yield from pages_of(target)
+            else:
+                yield target
+
+
+def expand(nav: list[Any], docs: Path, named: set[str]) -> list[Any]:
+    """Replace each folder of a navigation, such as `methods/`, by those of its pages not yet named.
+
+    Pages of fields are left out: the page of the method links them.
+    """
+    expanded: list[Any] = []
+    for entry in nav:
+        if isinstance(entry, dict):
+            ((title, target),) = entry.items()
+            expanded.append({title: expand(target, docs, named)} if isinstance(target, list) else entry)
+        elif entry.endswith("/"):
+            names = sorted(page.name for page in (docs / entry).glob("*.md"))
+            names.sort(key=lambda name: name != "index.md")
+            pages = [entry + name for name in names if not name.endswith("-fields.md")]
+            expanded += [page for page in pages if page not in named]
+        else:
+            expanded.append(entry)
+    return expanded
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -82,7 +104,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         inside = posixpath.relpath(inside, posixpath.dirname(here) or ".")
         return f"{text}({inside}{anchor})"
 
-    # Code is not touched: what looks like a link there is none.
-    parts = re.split(r"(^ *```.*?^ *```$|`[^`\n]+`)", markdown, flags=re.M | re.S)
+    # Blocks of code are not touched: what looks like a link there is none.
+    parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
     parts[::2] = [LINK.sub(rewrite, part) for part in parts[::2]]
     return "".join(parts)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import csv
 import re
 import runpy
 import shlex
+import statistics
+import subprocess
+import sys
+import textwrap
+import tomllib
 from collections.abc import Iterator
 from itertools import dropwhile, groupby
 from pathlib import Path
@@ -12,13 +19,17 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
+import barter
+import barter.algorithms
 from barter import ALGORITHMS
 from barter.cli.app import app
 from barter.compare.comparison import Comparison
 from barter.compare.specification import ComparisonSpec
 from barter.core.errors import BarterError
 from barter.models.zoo import ZOO
+from barter.runs.progress import format_bytes
 from barter.setup.config import find_algorithm, read_toml, resolve, with_settings
 from tests.forked import forked, status
 
@@ -27,14 +38,104 @@ README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 
-def test_the_readme_holds_fedavgs_file_and_the_loop_whole() -> None:
-    for path in ("src/barter/algorithms/fedavg.py", "examples/loop.py"):
-        assert f"```python\n{(ROOT / path).read_text().strip()}\n```" in README, path
+def test_documents_show_whole_files_as_they_are() -> None:
+    guide = (ROOT / "docs" / "write-a-method.md").read_text()
+    shown = {"src/barter/algorithms/fedavg.py": guide, "examples/loop.py": README}
+    for path, document in shown.items():
+        assert f"```python\n{(ROOT / path).read_text().strip()}\n```" in document, path
 
 
-def test_the_readme_lists_every_algorithm() -> None:
-    for name in ALGORITHMS:
-        assert f"| `{name}` |" in README
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_changelog_starts_with_what_a_user_gets() -> None:
+    release = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert len(release.splitlines()) < 40
+
+
+def test_the_list_of_methods_is_complete() -> None:
+    text = (ROOT / "docs" / "methods" / "index.md").read_text()
+    assert [name for name in ALGORITHMS if not re.search(rf"^\| \[?`?{name}\b", text, re.M)] == []
+
+
+def test_the_chooser_shows_what_was_measured() -> None:
+    """Each row of a method has its accuracies and bytes of the stored comparison."""
+    with (ROOT / "benchmarks/results/baselines-fashion-10k.csv").open() as file:
+        rounds = [row for row in csv.DictReader(file) if row["method"] in ALGORITHMS]
+    text = (ROOT / "docs" / "choose.md").read_text()
+    sections = re.split(r"^### ", text, flags=re.M)[1:]
+    checked = 0
+    for section in sections:
+        model = "server" if "*Global* is the server's model" in section else "global"
+        rows = re.findall(
+            r"^\| \[(\w+)\]\S+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+ \w+) \|", section, re.M
+        )
+        for name, shown_global, shown_local, shown_bytes in rows:
+            runs = [row for row in rounds if row["method"] == name]
+            last = [row for row in runs if row["round"] == "5"]
+            total = sum(int(row["bytes"]) for row in runs) / len(last)
+            measured = [
+                f"{100 * statistics.mean(float(row[key]) for row in last):.1f}"
+                for key in (model, "own")
+            ]
+            assert [shown_global, shown_local] == measured, name
+            assert shown_bytes == format_bytes(total), name
+            checked += 1
+    assert checked >= 20
+
+
+def test_snippets_parse() -> None:
+    """Python and TOML of every document are at least well-formed; recipes are run below."""
+    for document in DOCUMENTS:
+        for language, block in re.findall(
+            r"^ *```(python|toml)\n((?:.*\n)*?) *```$", document.read_text(), re.M
+        ):
+            block = textwrap.dedent(block)
+            try:
+                ast.parse(block) if language == "python" else tomllib.loads(block)
+            except (SyntaxError, tomllib.TOMLDecodeError) as error:
+                pytest.fail(f"{document.relative_to(ROOT)}: {error}\n{block}")
+
+
+def pages_of(navigation: list[Any]) -> Iterator[str]:
+    """The pages that a navigation names, and its folders, which end in a slash."""
+    for entry in navigation:
+        for target in [entry] if isinstance(entry, str) else entry.values():
+            yield from pages_of(target) if isinstance(target, list) else [target]
+
+
+def test_every_page_of_the_site_can_be_reached() -> None:
+    """What `make docs` would complain of: a page without an entry, an entry without a page."""
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    named = list(pages_of(settings["nav"]))
+    hooks = (ROOT / "docs" / "hooks.py").read_text()
+    outside = set(re.findall(r'"[\w/]+\.md": "([\w-]+\.md)"', hooks))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    for page in named:
+        assert page.endswith("/") or page in pages | outside, page
+    folders = tuple(page for page in named if page.endswith("/"))
+    left_out = {page for page in pages - set(named) if not page.startswith(folders)}
+    assert left_out == set()
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """`make docs`: strict, and what it writes opens offline."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 60
+    loaded = r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(https?:[^"' >]+)|<link[^>]*\shref=["']?(https?:[^"' >]+)"""
+    for page in pages:
+        assert re.findall(loaded, page.read_text()) == [], page
+    assert (tmp_path / "search" / "search_index.js").exists(), "search from file:// reads it"
+    reference = "".join(page.read_text() for page in (tmp_path / "reference").glob("*.html"))
+    anchors = set(re.findall(r'id="barter\.[\w.]*?(\w+)"', reference))
+    public = set(barter.__all__) - set(barter.algorithms.__all__)
+    assert public - {"ALGORITHMS"} <= anchors
+    assert {"Count", "lane_module", "fit", "Trainer", "index_batches", "Dirichlet"} <= anchors
 
 
 def headings(document: Path) -> set[str]:
