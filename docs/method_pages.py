@@ -13,11 +13,9 @@ the pages is written by hand.
 
 from __future__ import annotations
 
-import csv
 import importlib
 import inspect
 import re
-import statistics
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -26,10 +24,14 @@ from pathlib import Path
 
 from barter import ALGORITHMS, Algorithm
 from barter.core.params import describe_fields
+from barter.recipes.stored import SeedSpread, group_by_row, read_stored_runs, spread_over_seeds
+from barter.runs.progress import format_bytes
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "methods"
-RESULTS = ROOT / "benchmarks" / "results" / "baselines-fashion-10k.csv"
+RESULTS = ROOT / "benchmarks" / "results" / "baselines-fashion-10k.jsonl"
+# Rows of defaults that are no longer; the research log has them.
+SUPERSEDED = ("dffke, balanced=false", "dffke, balanced=false, five epochs at first")
 SECTION = re.compile(r"^(## ([^\n]+)\n\n)(.*?\n)(?=\n## |\Z)", re.M | re.S)
 
 
@@ -98,43 +100,33 @@ def make_differences(kind: type[Algorithm]) -> Iterator[str]:
             found = True
 
 
+def link_pages(text: str) -> str:
+    """Turn the paths of pages, as docstrings name them, into links from docs/methods/."""
+    return re.sub(r"\bdocs/([\w/-]+)\.md\b", r"[\1](../\1.md)", text)
+
+
 def make_results(kind: type[Algorithm]) -> Iterator[str]:
     """Yield the stored accuracies of a method beside those of local training."""
     (name,) = (name for name, known in ALGORITHMS.items() if known is kind)
-    with RESULTS.open() as file:
-        rows = list(csv.DictReader(file))
-    last = max(int(row["round"]) for row in rows)
-    variants = dict.fromkeys(row["method"] for row in rows)
-    chosen = [v for v in variants if v in ("local", name) or v.startswith(f"{name}, ")]
     yield "| method | clients: global test | clients: local test | server: global test | bytes |"
     yield "|---|---|---|---|---|"
-    for variant in chosen:
-        runs = [row for row in rows if row["method"] == variant]
-        final = [row for row in runs if int(row["round"]) == last]
-        sent = statistics.mean(
-            sum(int(float(row["bytes"])) for row in runs if row["seed"] == run["seed"])
-            for run in final
-        )
+    for row, runs in group_by_row(read_stored_runs(RESULTS)).items():
+        variant = row.partition(": ")[2]
+        chosen = variant == "local" or variant.partition(",")[0] == name
+        if variant in SUPERSEDED or not chosen:
+            continue
         accuracies = [
-            summarise([row[column] for row in final]) for column in ("global", "own", "server")
+            summarise(spread_over_seeds(runs, key)) for key in ("global", "own", "server")
         ]
-        yield f"| {variant} | {' | '.join(accuracies)} | {spell_bytes(sent)} |"
+        sent = [run.total("bytes") or 0.0 for run in runs]
+        yield f"| {variant} | {' | '.join(accuracies)} | {format_bytes(sum(sent) / len(sent))} |"
 
 
-def summarise(shares: list[str]) -> str:
+def summarise(spread: SeedSpread | None) -> str:
     """Return mean and standard deviation of accuracies in %, or a dash if there are none."""
-    if not all(shares):
+    if spread is None:
         return "-"
-    percent = [100 * float(share) for share in shares]
-    return f"{statistics.mean(percent):.1f} ± {statistics.stdev(percent):.1f}"
-
-
-def spell_bytes(count: float) -> str:
-    """Return a number of bytes in the unit that suits it."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.0f} kB" if unit == "kB" else f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
+    return f"{100 * spread.mean:.1f} ± {100 * (spread.deviation or 0.0):.1f}"
 
 
 def spell(value: object) -> str:
@@ -164,7 +156,7 @@ def fill(text: str, kind: type[Algorithm]) -> str:
         elif title == "Fields" and "-fields.md)" not in body:
             body = "\n".join(make_fields(kind)) + "\n"
         elif title == "Differences from the paper":
-            body = "\n".join(make_differences(kind)) + "\n"
+            body = link_pages("\n".join(make_differences(kind))) + "\n"
         return section[1] + body
 
     return SECTION.sub(write, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import json
 import re
 import runpy
 import shlex
@@ -28,6 +29,7 @@ from barter.cli.app import app
 from barter.compare.comparison import Comparison
 from barter.compare.specification import ComparisonSpec
 from barter.core.errors import BarterError
+from barter.core.params import describe_fields
 from barter.models.zoo import ZOO
 from barter.runs.progress import format_bytes
 from barter.setup.config import find_algorithm, read_toml, resolve, with_settings
@@ -164,6 +166,112 @@ def test_links_lead_somewhere(document: Path) -> None:
         )
 
 
+def test_method_pages_agree_with_the_code() -> None:
+    """The generated parts are those that docs/method_pages.py writes, and no method lacks any."""
+    script = runpy.run_path(str(ROOT / "docs" / "method_pages.py"))
+    found = list(script["pages"]())
+    for path, kind in found:
+        text = path.read_text()
+        assert script["fill"](text, kind) == text, f"{path}: run python docs/method_pages.py"
+    folder = ROOT / "docs" / "methods"
+    assert {path for path, _ in found} | {folder / "index.md"} == set(folder.glob("*.md"))
+    listed = (folder / "index.md").read_text()
+    for name, kind in ALGORITHMS.items():
+        page = (folder / f"{name}.md").read_text()
+        titles = ("One round", "When to use it", "What it exposes", "Results", "Fields")
+        assert re.findall(r"^## (.+)$", page, re.M)[:4] == list(titles[:4]), name
+        assert "\n## Fields\n" in page, name
+        fields = folder / f"{name}-fields.md"
+        shown = fields.read_text() if fields.exists() else page
+        for field in describe_fields(kind):
+            assert f"| `{field.name}` | " in shown, f"{name}.{field.name}"
+        assert f"[`{name}`]({name}.md)" in listed
+
+
+def test_generated_parts_are_written_anew_and_nothing_else() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "method_pages.py"))
+    written = (
+        "# A\n\n| by hand |\n\n## One round\n\nLead.\n\n1. old\n2. older\n\n| old |\n\nText.\n"
+        "\n## Results\n\nCaption.\n\n| old |\n\nText.\n\n## Fields\n\nold\n"
+    )
+    made = script["fill"](written, ALGORITHMS["fedavg"])
+    assert "old" not in made
+    for kept in ("| by hand |", "Lead.", "Caption.", "Text.\n\n## Results", "Text.\n\n## Fields"):
+        assert kept in made
+    assert "\n1. The server samples" in made
+    assert "| `epochs` | `5` | int >= 1 | E: local epochs |" in made
+    with pytest.raises(ValueError, match="no line starts with"):
+        script["fill"](written.replace("| old |", ""), ALGORITHMS["fedavg"])
+
+
+@pytest.mark.parametrize(("folder", "longest"), [("methods", 80), ("results", 120)])
+def test_pages_are_short(folder: str, longest: int) -> None:
+    for page in (ROOT / "docs" / folder).glob("*.md"):
+        assert len(page.read_text().splitlines()) <= longest, page.name
+
+
+def tables_of(page: str, heading: str) -> list[dict[str, list[str]]]:
+    """Return the tables below a heading: the first cell of each row -> the other cells."""
+    below = (ROOT / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    tables = []
+    for is_table, lines in groupby(below.splitlines(), lambda line: line.startswith("|")):
+        if is_table:
+            rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+            tables.append({cells[0]: cells[1:] for cells in rows[2:]})
+    return tables
+
+
+def stored(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def test_typed_tables_agree_with_stored_results() -> None:
+    """Tables of what is not a run with rounds are typed by hand; their numbers are stored too."""
+    (rows,) = tables_of("docs/results/privacy.md", "Epsilon beside other accountants")
+    epsilon = stored("audit.json")["epsilon"]
+    assert rows.keys() == epsilon.keys()
+    for setting, cells in rows.items():
+        known = epsilon[setting]
+        assert cells[:2] == [f"{known['barter']:.3f}", f"{known['dp_accounting']:.3f}"], setting
+
+    (rows,) = tables_of("docs/results/overhead.md", "By method")
+    overhead = {row["method"]: row for row in stored("overhead.json")["rows"]}
+    assert rows.keys() == overhead.keys()
+    for method, cells in rows.items():
+        known = overhead[method]
+        spent = known["passes"] + known["updates"]
+        seconds = [f"{known[key]:.2f}" for key in ("round", "passes", "updates")]
+        ratios = [f"{known['round'] / known['passes']:.2f}", f"{known['round'] / spent:.2f}"]
+        assert cells[:5] == seconds + ratios, method
+
+    (rows,) = tables_of("docs/results/overhead.md", "Privacy protection")
+    assert len(rows) == len(stored("privacy.json")["rows"])
+    for row in stored("privacy.json")["rows"]:
+        cells = rows[row["what"].replace("means of classes", "class means")]
+        assert cells == [f"{row['plain']:.2f}", f"{row['protected']:.2f}", f"{row['factor']:.3f}"]
+
+    rows, _ = tables_of("docs/results/flower.md", "A round")
+    for clients, known in stored("flower.json")["rounds"].items():
+        assert rows[clients][:2] == [f"{known['local']:.2f} s", f"{known['flower']:.1f} s"]
+
+
+def test_accuracies_under_protection_agree_with_stored_results() -> None:
+    names = {"none": "nothing", '`reveal = "nothing"`': "noise-for-embeddings"}
+    names["the same, `noise=1`"] = "noise-for-embeddings, noise=1"
+    known = stored("dffke-privacy.json")
+    digits, fashion = tables_of("docs/results/privacy.md", "DFFKE under attack")
+    (seeds,) = tables_of("docs/research-log/2026-11-17.md", "Attacks on seed 1")
+    order = ("digits", "digits, seed 1", "fashion-2k", "fashion-2k, seed 1")
+    assert len(digits) == len(fashion) == len(seeds) == 13
+    for label, cells in seeds.items():
+        name = names.get(label, re.sub(r"\W+", "-", label))
+        runs = [known[data][name] for data in order]
+        both = [(f"{run['rounds'][-1]:.1f}", f"{run['own']:.1f}") for run in runs]
+        assert cells == [f"{everywhere} ({local})" for everywhere, local in both], label
+        assert digits[label][1:3] == list(both[0]), label
+        assert fashion[label][1:3] == list(both[2]), label
+
+
 def test_the_promises_of_security_have_their_tests() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ") and "| promise" not in line]
@@ -179,7 +287,7 @@ def test_the_changelog_counts_architectures_rightly() -> None:
     assert f"{len(ZOO)} architectures" in (ROOT / "CHANGELOG.md").read_text()
 
 
-OURS = r"(barter +[a-z]|python +benchmarks/)"
+OURS = r"(barter +[a-z]|python +(benchmarks/|docs/|-m +benchmarks\.))"
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -212,8 +320,9 @@ def understood(words: list[str]) -> tuple[str, dict[str, Any]]:
 def check_command(words: list[str], folder: Path) -> None:
     """Raise what is wrong with a command, as far as that can be told without running it; `folder` is to write into."""
     if words[0] == "python":
-        script = (ROOT / words[1]).read_text()
-        assert all(f'"{word}"' in script for word in words[2:] if word.startswith("--")), (
+        file = f"{words[2].replace('.', '/')}.py" if words[1] == "-m" else words[1]
+        script = (ROOT / file).read_text()
+        assert all(f'"{word}"' in script for word in words if word.startswith("--")), (
             f"no such option: {words}"
         )
         return
@@ -272,6 +381,8 @@ WRONG = {
     "barter compare benchmarks/suites/dffk.toml": "no such file",
     "python benchmarks/sped.py": "No such file",
     "python benchmarks/speed.py --section cpu": "no such option",
+    "python -m benchmarks.tables --chek": "no such option",
+    "python docs/method_page.py": "No such file",
 }
 
 

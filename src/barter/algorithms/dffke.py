@@ -25,8 +25,8 @@ Differences from the paper, where it is silent or contradicts itself:
   47.34 GB in total result from 15 %.
 
 Differences from the paper by default (preset "paper" is the paper; preset "code" adds what the
-authors' early code does in addition, and shares all embeddings; benchmarks/README.md has the effect
-of each field):
+authors' early code does in addition, and shares all embeddings; docs/results/dffke-fields.md has the
+effect of each field):
 
 - `whiten`: codes are whitened. Eq. 11 rewards only the separation of classes, so the decoder
   generated one image per class.

@@ -36,7 +36,7 @@ small steps in each, and at temperature 10 the global model hardly changes. So:
 - `iterations`, `generator_steps`, `generator_lr`: more and larger steps of the generator.
 - `square_temperature`: the distillation loss is multiplied by the squared temperature.
 - `global_lr`: with this factor the paper's rate destroys a good average, so fine-tuning has a
-  quarter of it (benchmarks/README.md).
+  quarter of it (docs/background/dfrd.md).
 - `output`: generated images have the range of the data.
 - `lasting_optimizers`: optimizers last for a round.
 - `slow_start`: the slow generator starts as a copy.

@@ -34,7 +34,7 @@ Differences from the paper, where it is silent or contradicts itself:
 
 Differences from the paper by default (preset "paper" is the text with the equations, "tableA2" has
 that table's epochs, and "sound" is the default). A layer of another network, or of another depth,
-is meaningless in its new place and destroys the layer that was there (benchmarks/README.md). So:
+is meaningless in its new place and destroys the layer that was there (docs/results/systems.md). So:
 
 - `match`: layers are exchanged among clients of one architecture, which start from the same
   weights, and only between the same places.

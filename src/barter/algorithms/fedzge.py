@@ -34,7 +34,7 @@ generated images, and its model keeps their statistics; its accuracy with the st
 test batch, which the authors log, is `global_by_batch` in the record.
 
 Differences from the paper by default (preset "sound"). A generator that only has to satisfy the
-clients generates one image per class, from which no network learns (docs/algorithms/fedzge.md has
+clients generates one image per class, from which no network learns (docs/background/fedzge.md has
 the numbers). So:
 
 - `canvas`: the generator modifies canvases, random images whose frequencies have the mean and

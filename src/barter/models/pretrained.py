@@ -22,7 +22,7 @@ WANTED = (
     "a TorchScript file, or package.module:function that returns a torch module, with its weights "
     "or with those of a safetensors file (weights=FILE). It has a number latent_dim and makes "
     "images (N, channels, height, width) between -1 and 1 of latent vectors (N, latent_dim); "
-    "docs/algorithms/generators.md says where to get one"
+    "docs/background/fedktl-generator.md says where to get one"
 )
 GENERATE_CHUNK = 8  # Images generated at a time, because such generators are large.
 
