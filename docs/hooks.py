@@ -50,17 +50,21 @@ def pages_of(nav: list[Any]) -> Iterator[str]:
 def expand(nav: list[Any], docs: Path, named: set[str]) -> list[Any]:
     """Replace each folder of a navigation, such as `methods/`, by those of its pages not yet named.
 
-    Pages of fields are left out: the page of the method links them.
+    Pages of a method's fields are left out: the method's page links them.
     """
     expanded: list[Any] = []
     for entry in nav:
         if isinstance(entry, dict):
             ((title, target),) = entry.items()
-            expanded.append({title: expand(target, docs, named)} if isinstance(target, list) else entry)
+            expanded.append(
+                {title: expand(target, docs, named)} if isinstance(target, list) else entry
+            )
         elif entry.endswith("/"):
             names = sorted(page.name for page in (docs / entry).glob("*.md"))
             names.sort(key=lambda name: name != "index.md")
-            pages = [entry + name for name in names if not name.endswith("-fields.md")]
+            if entry == "methods/":
+                names = [name for name in names if not name.endswith("-fields.md")]
+            pages = [entry + name for name in names]
             expanded += [page for page in pages if page not in named]
         else:
             expanded.append(entry)

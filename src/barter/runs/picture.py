@@ -298,7 +298,7 @@ def draw_curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path
             lower = [mean - deviation for mean, deviation in zip(means, spread, strict=True)]
             upper = [mean + deviation for mean, deviation in zip(means, spread, strict=True)]
             axes.fill_between(rounds, lower, upper, color=colour, alpha=0.18, linewidth=0)
-        axes.set(xlabel="round", ylabel=label)
+        axes.set(xlabel="round", ylabel="\n".join(wrap(label, 40)))  # as long as the axis
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
