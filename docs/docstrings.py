@@ -16,15 +16,26 @@ TRAILING = re.compile(r"  # (.+)$")
 class Docstrings(griffe.Extension):
     """Show doctests as code, and the comments of fields as their documentation."""
 
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Change the docstring of an object that was read."""
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Change the docstrings of a package, which has been read."""
+        self.prepare(pkg)
+
+    def prepare(self, obj: griffe.Object) -> None:
+        """Change the docstring of an object, and those of its members."""
         if obj.docstring is None and obj.is_attribute:
             text = field_comment(obj)
             if text:
                 obj.docstring = griffe.Docstring(text, lineno=obj.lineno, parent=obj)
         if obj.docstring is not None:
-            fenced = DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
-            obj.docstring.value = fenced
+            obj.docstring.value = fence_doctests(obj.docstring.value)
+        for member in obj.members.values():
+            if not member.is_alias:
+                self.prepare(member)
+
+
+def fence_doctests(text: str) -> str:
+    """Put each doctest of a docstring into a block of code."""
+    return DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", text)
 
 
 def field_comment(field: griffe.Object) -> str:

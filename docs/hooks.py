@@ -25,6 +25,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+# Pages that tell of the past.
+OLD = ("history.md", "research-log/")
 # The text of a link, which may hold code, its path, and its anchor.
 LINK = re.compile(r"(!?\[(?:`[^`]*`|[^\]`])*\])\(([^)\s#]+)((?:#[^)\s]*)?)\)")
 
@@ -83,6 +85,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Let links out of docs/ lead to pages or copies inside the site."""
     sources = {page: source for source, page in PAGES.items()}
     here = page.file.src_uri
+    if here.startswith(OLD):
+        page.meta["search"] = {"boost": 0.1}  # what holds today is found first
     folder = posixpath.dirname(sources.get(here, f"docs/{here}"))
 
     def rewrite(match: re.Match[str]) -> str:
