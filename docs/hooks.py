@@ -62,11 +62,12 @@ def expand(nav: list[Any], docs: Path, named: set[str]) -> list[Any]:
                 {title: expand(target, docs, named)} if isinstance(target, list) else entry
             )
         elif entry.endswith("/"):
-            names = sorted(page.name for page in (docs / entry).glob("*.md"))
+            folder = entry.removeprefix("./")  # "./" is docs/ itself
+            names = sorted(page.name for page in (docs / folder).glob("*.md"))
             names.sort(key=lambda name: name != "index.md")
             if entry == "methods/":
                 names = [name for name in names if not name.endswith("-fields.md")]
-            pages = [entry + name for name in names]
+            pages = [folder + name for name in names]
             expanded += [page for page in pages if page not in named]
         else:
             expanded.append(entry)
