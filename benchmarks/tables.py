@@ -233,6 +233,16 @@ def cell(
     raise ConfigError(f"there is no column {what!r}; python -m benchmarks.tables --help lists them")
 
 
+def heading(column: str) -> str:
+    """Return the heading of a column: "own last" is "own, last round"."""
+    for kind, text in HEADINGS.items():
+        if column == kind:
+            return text
+        if column.endswith(f" {kind}"):
+            return f"{column.removesuffix(kind).strip()}, {text}"
+    return column
+
+
 def render(spec: Mapping[str, Any], rows: Mapping[str, Sequence[StoredRun]]) -> str:
     """Return a table as Markdown.
 
@@ -250,8 +260,7 @@ def render(spec: Mapping[str, Any], rows: Mapping[str, Sequence[StoredRun]]) -> 
         if isinstance(given, Mapping):
             columns.append((str(given["what"]), str(given["heading"])))
         else:
-            text = HEADINGS.get(str(given), str(given))
-            columns.append((str(given), text.format(baseline=baseline)))
+            columns.append((str(given), heading(str(given)).format(baseline=baseline)))
     table = []
     for entry in spec["rows"]:
         metric = entry.get("metric", spec.get("metric", "global"))
@@ -265,7 +274,7 @@ def render(spec: Mapping[str, Any], rows: Mapping[str, Sequence[StoredRun]]) -> 
         known = [number for number in numbers if number is not None]
         if what in map(str, spec.get("bold", [])) and known:
             best[place] = max(known)
-    lines = [[spec.get("first", "method"), *(heading for _, heading in columns)]]
+    lines = [[spec.get("first", "method"), *(text for _, text in columns)]]
     lines.append(["---"] * len(lines[0]))
     for label, cells in table:
         texts = [

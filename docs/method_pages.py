@@ -81,8 +81,8 @@ def make_fields(kind: type[Algorithm]) -> Iterator[str]:
             yield f"| `{field.name}` | {default} | {values} | {cell(field.meaning)} |"
     if kind.presets:
         yield ""
-    for preset, values in kind.presets.items():
-        changes = ", ".join(f"`{key} = {spell(value)}`" for key, value in values.items())
+    for preset, chosen in kind.presets.items():
+        changes = ", ".join(f"`{key} = {spell(value)}`" for key, value in chosen.items())
         yield f'- `preset = "{preset}"`: {changes or "the defaults"}.'
 
 
@@ -106,15 +106,21 @@ def link_pages(text: str) -> str:
 
 
 def make_results(kind: type[Algorithm]) -> Iterator[str]:
-    """Yield the stored accuracies of a method beside those of local training."""
+    """Yield the stored accuracies of a method beside those of local training.
+
+    Methods for clients with one architecture are compared with FedAvg too.
+    """
     (name,) = (name for name, known in ALGORITHMS.items() if known is kind)
+    beside = ("local", "fedavg") if kind().server_model.one_architecture else ("local",)
     yield "| method | clients: global test | clients: local test | server: global test | bytes |"
     yield "|---|---|---|---|---|"
-    for row, runs in group_by_row(read_stored_runs(RESULTS)).items():
-        variant = row.partition(": ")[2]
-        chosen = variant == "local" or variant.partition(",")[0] == name
+    rows = group_by_row(read_stored_runs(RESULTS))
+    stored = {row.partition(": ")[2]: runs for row, runs in rows.items()}
+    for variant in sorted(stored, key=lambda variant: variant not in beside):
+        chosen = variant in beside or variant.partition(",")[0] == name
         if variant in SUPERSEDED or not chosen:
             continue
+        runs = stored[variant]
         accuracies = [
             summarise(spread_over_seeds(runs, key)) for key in ("global", "own", "server")
         ]

@@ -73,6 +73,13 @@ def test_only_what_stands_between_the_marks_is_replaced() -> None:
     assert tables.fill(after, specs, RUNS) == after
 
 
+def test_headings() -> None:
+    spec = {"columns": ["own last", 3, "above", "trained 1", {"what": "seeds", "heading": "n"}],
+            "baseline": "plain", "rows": [{"row": "plain", "label": "fedavg"}]}  # fmt: skip
+    first = tables.render(spec, RUNS).splitlines()[0]
+    assert first == "| method | own, last round | 3 | above fedavg, by seed | trained 1 | n |"
+
+
 @pytest.mark.parametrize(
     ("spec", "why"),
     [

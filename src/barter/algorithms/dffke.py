@@ -25,7 +25,7 @@ Differences from the paper, where it is silent or contradicts itself:
   47.34 GB in total result from 15 %.
 
 Differences from the paper by default (preset "paper" is the paper; preset "code" adds what the
-authors' early code does in addition, and shares all embeddings; docs/results/dffke-fields.md has the
+authors' early code does in addition, and shares all embeddings; docs/results/dffke-ablations.md has the
 effect of each field):
 
 - `whiten`: codes are whitened. Eq. 11 rewards only the separation of classes, so the decoder

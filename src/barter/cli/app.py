@@ -1,6 +1,6 @@
 """Define the command line: commands, options and help.
 
-The commands are run, resume, compare, report, privacy, attack, evaluate, export, check, list, show,
+The commands are run, resume, compare, reproduce, report, privacy, attack, evaluate, export, check, list, show,
 flower and site.
 
 Options and help are defined here and do not load torch. `running` and `inspecting` do the work, and
@@ -257,6 +257,56 @@ def compare(
     question = {"baseline": baseline, "metric": metric, "target": target}
     with _trusting(trust):
         running.compare_variants(what, algorithms, seeds, settings, vary, only, out, question, jobs)
+
+
+@app.command()
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A recipe; without, list all of them.")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Seeds, such as 0-2; by default those of the recipe.")
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole_number(1),
+            metavar="N",
+            help="Number of rounds; the result is compared after the last common one.",
+        ),
+    ] = None,
+    device: Device = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npz", help="The data set; by default NAME.npz in this directory."
+        ),
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch the data set with torchvision instead.")
+    ] = False,
+    jobs: Annotated[
+        int,
+        typer.Option(parser=whole_number(1), metavar="N", help="Number of runs at the same time."),
+    ] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder of the runs; by default runs/reproduce-NAME."),
+    ] = None,
+) -> None:
+    """Run a row of a published table; compare it with the paper and with barter's own result.
+
+    Finished runs are skipped; interrupted runs resume.
+    """
+    if name is None:
+        from barter.cli.recipe_list import print_recipes
+
+        options = {"seeds": seeds, "rounds": rounds, "device": device, "data": data}
+        print_recipes({**options, "download": download, "out": out})
+        return
+    from barter.cli import reproducing
+
+    reproducing.reproduce_recipe(name, seeds, rounds, device, data, out, jobs, download=download)
 
 
 @app.command()

@@ -49,6 +49,7 @@ class PublishedRecipe:
     """One row of a table: how it is run, what the paper reports, and what barter has published."""
 
     name: str
+    row: str  # the name under which its runs are stored
     title: str
     metric: str  # the metric that the paper reports, as in `barter compare --metric`
     seeds: str  # the seeds of `barter reproduce`, unless others are given
@@ -90,17 +91,17 @@ class PublishedRecipe:
             return [f"data.source={self.data}", "data.download=true"]
         path = Path(f"{self.data}.npz") if path is None else path
         if not path.is_file():
-            raise ConfigError(f"{path} is missing: {self.describe_data()}")
+            raise ConfigError(f"{path} is missing. {self.name} needs {self.describe_data()}")
         return [f"data.source=npz:{path}"]
 
     def describe_data(self) -> str:
         """Describe the data that the recipe needs: format and ways to get them."""
         if self.data not in NPZ_FILES:
-            return f"{self.data} comes with barter's dependencies"
+            return "no file is needed"
         title, train, test, shape = NPZ_FILES[self.data]
         height, width, channels = shape
         return (
-            f"{self.name} needs {title}. --data FILE.npz names a file with the arrays "
+            f"{title}; --data FILE.npz names a file with the arrays "
             f"x_train ({train}, {height}, {width}, {channels}) and "
             f"x_test ({test}, {height}, {width}, {channels}), both uint8, and the labels y_train and "
             "y_test; --download fetches the data set with torchvision instead"
@@ -129,6 +130,7 @@ def find_recipe(name: str) -> PublishedRecipe:
     figure = tree.get("paper")
     return PublishedRecipe(
         name=name,
+        row=tree.get("row", name),
         title=tree["title"],
         metric=tree["metric"],
         seeds=tree["seeds"],

@@ -21,6 +21,7 @@ __all__ = [
     "ALWAYS",
     "METRICS",
     "MIN_SEEDS",
+    "SERVER_PREFIX",
     "Column",
     "Comparative",
     "Question",

@@ -1,0 +1,196 @@
+"""Walk a queue of runs within a time limit, and store their curves round by round.
+
+    python -m benchmarks.paper_tables --data DIR --rows fedavg@50 dffke@30 --seconds 550 \\
+        --out results.jsonl
+    python -m benchmarks.paper_tables --suite benchmarks/suites/paper-dffke.toml --list
+
+A suite is a file for `barter compare` (benchmarks/suites); its variants are the rows, and VARIANT@N
+runs N rounds of one. Rows are run one after the other, each with every seed and in a process of its
+own. The same command continues where the last one stopped: finished runs are skipped, interrupted
+ones resume after their last round. No round is begun that would probably end after --seconds.
+
+Curves are written to --out after every round, one line per run as in `barter.recipes.stored`, and
+the row's name is "SUITE: VARIANT". Lines of other runs in that file stay, and a shorter curve never
+replaces a longer one. DIR holds the npz files that the suite names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import multiprocessing
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from barter.compare.specification import ComparisonSpec, parse_seeds
+from barter.core.errors import BarterError, ConfigError
+from barter.experiment import Experiment
+from barter.recipes.reproduction import store_run
+from barter.recipes.stored import StoredRun, read_stored_runs, write_stored_runs
+from barter.runs.folder import count_rounds, read_records
+from barter.setup.config import Config, read_toml
+
+SUITE = Path(__file__).parent / "suites" / "averaging.toml"
+# A round may take this many times as long as the one before.
+MARGIN = 1.3
+
+
+@dataclass(frozen=True)
+class QueuedRun:
+    """A run of the queue: a variant of the suite with a seed."""
+
+    row: str
+    config: Config
+    folder: Path | None  # None: without checkpoints, so the run cannot be resumed
+
+    @property
+    def done(self) -> int:
+        """Return the number of rounds in the run's folder."""
+        return 0 if self.folder is None else count_rounds(self.folder)
+
+
+def queue(
+    suite: Path,
+    rows: Sequence[str],
+    seeds: str | None,
+    settings: Sequence[str],
+    data: Path,
+    runs: Path | None,
+) -> list[QueuedRun]:
+    """Return the runs of a suite in the order of `rows`.
+
+    Args:
+        suite: The suite's file.
+        rows: Variants, optionally with a number of rounds: fedavg@50; empty for all variants.
+        seeds: Seeds such as 0-2; None for the suite's.
+        settings: Settings of all runs.
+        data: The folder of the npz files that the suite names.
+        runs: The folder for the runs; None for runs without checkpoints.
+
+    Raises:
+        ConfigError: There is no such variant.
+    """
+    tree = read_toml(suite)
+    source = str(tree.get("data", {}).get("source", ""))
+    if source.startswith("npz:"):
+        settings = [f"data.source=npz:{data / Path(source.removeprefix('npz:')).name}", *settings]
+    spec = ComparisonSpec.of(tree, "", seeds, list(settings), [], {})
+    configurations = spec.configurations()
+    found = []
+    for wanted in rows or list(configurations):
+        name, _, rounds = wanted.rpartition("@") if "@" in wanted else (wanted, "", "")
+        if name not in configurations:
+            raise ConfigError(f"{suite} has no variant {name!r}: {', '.join(configurations)}")
+        config = configurations[name]
+        if rounds:
+            config = replace(config, rounds=int(rounds))
+        row = f"{suite.stem}: {name}"
+        slug = re.sub(r"[^a-z0-9.=]+", "-", row.lower()).strip("-")
+        for seed in parse_seeds(seeds) if seeds else spec.seeds:
+            folder = None if runs is None else runs / slug / f"seed-{seed}"
+            found.append(QueuedRun(row, replace(config, seed=seed), folder))
+    return found
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold a lock beside a file, so that two queues can write to it in turn."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def store(out: Path, run: StoredRun) -> None:
+    """Add a run to a file of stored runs; a shorter curve does not replace a longer one."""
+    with exclusive(out):
+        stored = {(r.row, r.seed): r for r in (read_stored_runs(out) if out.exists() else [])}
+        before = stored.get((run.row, run.seed))
+        if before is None or len(before.rounds) <= len(run.rounds):
+            stored[run.row, run.seed] = run
+            write_stored_runs(out, stored.values())
+
+
+def work(run: QueuedRun, out: Path, deadline: float) -> None:
+    """Run rounds until all are done or the next would end after the deadline (Unix time)."""
+    begun = run.done > 0
+    experiment = Experiment.from_config(run.config, run.folder, resume=begun)
+    records = read_records(run.folder) if run.folder is not None and begun else []
+    began = time.time()
+    for record in experiment.rounds(run.config.rounds, progress=False):
+        records.append(record)
+        store(out, store_run(run.row, run.config, records))
+        took = time.time() - began
+        began = time.time()
+        accuracy = record.headline()
+        text = "-" if accuracy is None else f"{100 * accuracy:.2f}"
+        sys.stdout.write(
+            f"{run.row}, seed {run.config.seed}, round {record.round}: {text} %, {took:.1f} s\n"
+        )
+        sys.stdout.flush()
+        # The first round of a process compiles, so the next one is shorter than that.
+        if began + MARGIN * took > deadline and record.round < run.config.rounds:
+            return
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--suite", type=Path, default=SUITE, help="by default %(default)s")
+    parser.add_argument("--data", type=Path, default=Path(), help="the folder of the npz files")
+    parser.add_argument("--rows", nargs="*", default=[], metavar="VARIANT[@ROUNDS]")
+    parser.add_argument("--seeds", help="such as 0-2; by default those of the suite")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--seconds", type=float, default=550, help="the time limit")
+    parser.add_argument(
+        "--least", type=float, default=45, help="seconds that must be left to begin another run"
+    )
+    parser.add_argument("--out", type=Path, default=Path("results.jsonl"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/paper-tables"))
+    parser.add_argument(
+        "--ephemeral", action="store_true", help="write no checkpoints: faster, but not resumable"
+    )
+    parser.add_argument("--list", action="store_true", help="print the queue and run nothing")
+    args = parser.parse_args(arguments)
+    deadline = time.time() + args.seconds
+    try:
+        runs = queue(
+            args.suite,
+            args.rows,
+            args.seeds,
+            args.set,
+            args.data,
+            None if args.ephemeral else args.runs,
+        )
+    except BarterError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used in forked processes.
+    failed = []
+    for run in runs:
+        state = f"{run.row}, seed {run.config.seed}: {run.done} of {run.config.rounds} rounds"
+        if args.list:
+            sys.stdout.write(state + "\n")
+            continue
+        if run.done >= run.config.rounds:
+            continue
+        if time.time() + args.least > deadline:
+            sys.stdout.write(f"out of time; left from here: {state}\n")
+            break
+        process = spawn.Process(target=work, args=(run, args.out, deadline))
+        process.start()
+        process.join()
+        if process.exitcode:
+            failed.append(f"{run.row}, seed {run.config.seed}")
+    for name in failed:
+        sys.stdout.write(f"failed: {name}\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

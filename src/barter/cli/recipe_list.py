@@ -1,0 +1,65 @@
+"""List the recipes of `barter reproduce` without loading torch."""
+
+from __future__ import annotations
+
+import sys
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from barter.core.errors import ConfigError
+from barter.recipes.recipe import PublishedRecipe, find_recipe, recipe_names
+from barter.recipes.stored import SeedSpread, common_hardware, spread_over_seeds
+
+__all__ = ["format_spread", "print_recipes"]
+
+
+def format_spread(spread: SeedSpread) -> str:
+    """Return mean, standard deviation and number of seeds as text, in percent."""
+    deviation = "" if spread.deviation is None else f" ± {100 * spread.deviation:.1f}"
+    seeds = len(spread.values)
+    return f"{100 * spread.mean:.1f}{deviation} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
+
+
+def print_recipes(options: dict[str, object]) -> None:
+    """Run `barter reproduce` without a name: list the recipes.
+
+    Args:
+        options: The other options of the command; none may be given.
+
+    Raises:
+        ConfigError: An option is given, which means nothing without a recipe.
+    """
+    for option, value in options.items():
+        if value:
+            raise ConfigError(f"--{option} is for a recipe: barter reproduce NAME --{option} ...")
+    table = Table(
+        "recipe", "data", "paper, %", "barter, %", "rounds", "one seed", "on", box=box.SIMPLE_HEAD
+    )
+    for name in recipe_names():
+        recipe = find_recipe(name)
+        spread = spread_over_seeds(recipe.published, recipe.metric)
+        table.add_row(
+            name,
+            recipe.data,
+            "-" if recipe.paper is None else str(recipe.paper),
+            "-" if spread is None else format_spread(spread),
+            str(recipe.config["rounds"]),
+            _minutes(recipe),
+            ": ".join(filter(None, [recipe.device, common_hardware(recipe.published)])),
+        )
+    width = None if sys.stdout.isatty() else 180
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    console.print(table)
+    console.print("barter reproduce NAME runs a recipe and compares it with both figures.")
+    for data in dict.fromkeys(find_recipe(name).data for name in recipe_names()):
+        first = next(r for r in map(find_recipe, recipe_names()) if r.data == data)
+        console.print(f"{data}: {first.describe_data()}", soft_wrap=True)
+
+
+def _minutes(recipe: PublishedRecipe) -> str:
+    """Return the mean duration of a published run."""
+    totals = [run.total("seconds") for run in recipe.published]
+    known = [total for total in totals if total is not None]
+    return f"{sum(known) / len(known) / 60:.1f} min" if known else "-"

@@ -1,0 +1,77 @@
+"""The queue of runs for tables: it stops in time, goes on where it stopped, and loses no curve."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from barter.core.errors import ConfigError
+from barter.recipes.stored import StoredRun, read_stored_runs
+from benchmarks import paper_tables
+
+SUITE = """
+clients = 2
+rounds = 3
+device = "cpu"
+models = "small-mlp"
+[algorithm]
+max_epochs = 1
+[data]
+source = "digits"
+[compare]
+seeds = "0-1"
+[compare.variants]
+"alone" = ["algorithm.name=local"]
+"other" = ["algorithm.name=local", "algorithm.lr=0.1"]
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SUITE)
+    return path
+
+
+def test_the_queue_has_every_row_with_every_seed(suite: Path, tmp_path: Path) -> None:
+    runs = paper_tables.queue(suite, ["other@7", "alone"], None, [], tmp_path, tmp_path / "runs")
+    assert [(run.row, run.config.seed, run.config.rounds) for run in runs] == [
+        ("small: other", 0, 7),
+        ("small: other", 1, 7),
+        ("small: alone", 0, 3),
+        ("small: alone", 1, 3),
+    ]
+    assert runs[0].folder == tmp_path / "runs" / "small-other" / "seed-0"
+    with pytest.raises(ConfigError, match="no variant 'absent': alone, other"):
+        paper_tables.queue(suite, ["absent@2"], None, [], tmp_path, None)
+    suite.write_text(SUITE.replace('"digits"', '"npz:cifar100.npz"'))
+    (run, *_) = paper_tables.queue(suite, [], "5", [], tmp_path / "data", None)
+    assert run.config.data.source == f"npz:{tmp_path / 'data' / 'cifar100.npz'}"
+    assert run.folder is None
+
+
+def test_a_run_stops_in_time_and_goes_on(suite: Path, tmp_path: Path) -> None:
+    (run,) = paper_tables.queue(suite, ["alone@2"], "0", [], tmp_path, tmp_path / "runs")
+    out = tmp_path / "results.jsonl"
+    paper_tables.work(run, out, deadline=0)
+    assert [stored.rounds for stored in read_stored_runs(out)] == [[1]]
+    paper_tables.work(run, out, deadline=math.inf)
+    (stored,) = read_stored_runs(out)
+    assert (stored.row, stored.seed, stored.rounds) == ("small: alone", 0, [1, 2])
+    assert stored.value("primary") == stored.value("global")
+    assert stored.settings["algorithm.name"] == "local"
+    assert run.done == 2
+    assert paper_tables.main(["--suite", str(suite), "--rows", "alone@2", "--seeds", "0",
+                              "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0  # fmt: skip
+
+
+def test_a_longer_curve_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    long = StoredRun("a", 0, {"round": [1, 2], "global": [0.1, 0.2]})
+    short = StoredRun("a", 0, {"round": [1], "global": [0.3]})
+    other = StoredRun("b", 0, {"round": [1], "global": [0.4]})
+    for run in (short, long, short, other):
+        paper_tables.store(out, run)
+    assert read_stored_runs(out) == [long, other]
