@@ -86,6 +86,12 @@ def test_the_chooser_shows_what_was_measured() -> None:
             assert shown_bytes == format_bytes(total), name
             checked += 1
     assert checked >= 20
+    heads = {"local training": ("local", "global"), "**DFFKE**": ("dffke", "global")}
+    heads["FedAvg"] = ("fedavg", "server")
+    for row, (name, model) in heads.items():
+        accuracy = 100 * statistics.mean(curve[model][-1] for curve in runs[name])
+        (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
+        assert f"{accuracy:.1f}" in line.split("|")[4], row
 
 
 def test_snippets_parse() -> None:
