@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from barter.core.errors import ConfigError
+from barter.recipes.reproduction import store_run
 from barter.recipes.stored import StoredRun, read_stored_runs
 from benchmarks import paper_tables
 
@@ -49,6 +50,9 @@ def test_the_queue_has_every_row_with_every_seed(suite: Path, tmp_path: Path) ->
     suite.write_text(SUITE.replace('"digits"', '"npz:cifar100.npz"'))
     (run, *_) = paper_tables.queue(suite, [], "5", [], tmp_path / "data", None)
     assert run.config.data.source == f"npz:{tmp_path / 'data' / 'cifar100.npz'}"
+    stored = store_run("a", run.config, [])
+    assert stored.settings["data.source"] == "npz:cifar100.npz", "no path of this machine is stored"
+    assert not {"data.root", "seed", "device"} & stored.settings.keys()
     assert run.folder is None
 
 

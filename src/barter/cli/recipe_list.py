@@ -12,10 +12,10 @@ from barter.core.errors import ConfigError
 from barter.recipes.recipe import PublishedRecipe, find_recipe, recipe_names
 from barter.recipes.stored import SeedSpread, common_hardware, spread_over_seeds
 
-__all__ = ["format_spread", "print_recipes"]
+__all__ = ["format_accuracy", "print_recipes"]
 
 
-def format_spread(spread: SeedSpread) -> str:
+def format_accuracy(spread: SeedSpread) -> str:
     """Return mean, standard deviation and number of seeds as text, in percent."""
     deviation = "" if spread.deviation is None else f" ± {100 * spread.deviation:.1f}"
     seeds = len(spread.values)
@@ -44,7 +44,7 @@ def print_recipes(options: dict[str, object]) -> None:
             name,
             recipe.data,
             "-" if recipe.paper is None else str(recipe.paper),
-            "-" if spread is None else format_spread(spread),
+            "-" if spread is None else format_accuracy(spread),
             str(recipe.config["rounds"]),
             _minutes(recipe),
             ": ".join(filter(None, [recipe.device, common_hardware(recipe.published)])),

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from barter.cli.common import make_console
-from barter.cli.recipe_list import format_spread
+from barter.cli.recipe_list import format_accuracy
 from barter.compare.comparison import run_all
 from barter.core.errors import BarterError, Interrupted
 from barter.recipes.recipe import find_recipe
@@ -24,7 +24,7 @@ from barter.runs.progress import ManyRuns, format_duration, pluralise
 
 __all__ = ["reproduce_recipe"]
 
-RESULTS = "results.jsonl"
+RESULTS_FILE = "results.jsonl"
 
 
 def _duration(runs: Sequence[StoredRun], until: int) -> str:
@@ -76,12 +76,12 @@ def reproduce_recipe(
         )
     finished, _ = comparison.results()
     runs = [store_run(recipe.row, job.config, finished[name][job.seed]) for job in planned]
-    write_stored_runs(folder / RESULTS, runs)
+    write_stored_runs(folder / RESULTS_FILE, runs)
     if recipe.published:
         _print_result(Reproduction(recipe, runs))
     else:
         console.print("no published run yet: nothing to compare with")
-    console.print(f"curves and settings: {folder / RESULTS}")
+    console.print(f"curves and settings: {folder / RESULTS_FILE}")
 
 
 def _print_result(result: Reproduction) -> None:
@@ -92,8 +92,8 @@ def _print_result(result: Reproduction) -> None:
     table.add_row(
         f"{recipe.metric}, %",
         "-" if paper is None else str(paper),
-        format_spread(result.published),
-        format_spread(result.obtained),
+        format_accuracy(result.published),
+        format_accuracy(result.obtained),
     )
     table.add_row(
         "lowest to highest",

@@ -93,6 +93,11 @@ def store_run(row: str, config: Config, rounds: Sequence[Round]) -> StoredRun:
     curve["bytes"] = [record.traffic("up") + record.traffic("down") for record in rounds]
     settings = dotted_settings(to_plain(config))
     kept = {key: value for key, value in settings.items() if key not in {*RESULT_FREE, "seed"}}
+    for key in ("data.source", "data.public"):
+        # Of a path, the name is enough: folders are those of one machine.
+        kind, _, path = str(kept[key]).rpartition(":")
+        kept[key] = f"{kind}:{Path(path).name}" if kind else path
+    del kept["data.root"]
     return StoredRun(
         row=row,
         seed=config.seed,
@@ -132,13 +137,7 @@ def changed_settings(recipe: PublishedRecipe) -> dict[str, tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The result of a recipe beside its published runs, after the last round that both have.
-
-    >>> from barter.recipes.recipe import find_recipe
-    >>> recipe = find_recipe("dffke-cifar100-alpha-1.0")
-    >>> print(Reproduction(recipe, recipe.published[:1]).verdict)
-    within the tolerance of 1.5 points: 48.8 and published 48.8; 2 published seeds are too few for a spread
-    """
+    """The result of a recipe beside its published runs, after the last round that both have."""
 
     recipe: PublishedRecipe
     runs: Sequence[StoredRun]
