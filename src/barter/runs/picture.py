@@ -324,7 +324,7 @@ def draw_curves(
             lower = [mean - deviation for mean, deviation in zip(means, spread, strict=True)]
             upper = [mean + deviation for mean, deviation in zip(means, spread, strict=True)]
             axes.fill_between(places, lower, upper, color=colour, alpha=0.18, linewidth=0)
-        axes.set(xlabel=axis, ylabel=label)
+        axes.set(xlabel=axis, ylabel="\n".join(wrap(label, 40)))  # as long as the axis
         if positions is None:
             axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25, linewidth=0.5)
