@@ -38,8 +38,8 @@ test-lowest:  ## the test suite with the lowest versions that pyproject.toml all
 	$(VENV)-lowest/bin/python -m pip list
 	$(VENV)-lowest/bin/python -m pytest -n auto --dist worksteal
 
-docs: $(VENV)/installed  ## the reference, made of the docstrings: build/docs/index.html
-	$(BIN)/python docs/reference.py build/docs
+docs: $(VENV)/installed  ## the documentation site: build/docs/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 tables: $(VENV)/installed  ## write the tables of all pages from the stored results
 	$(BIN)/python -m benchmarks.tables

@@ -149,7 +149,13 @@ def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
     for seed in args.seeds:
         for method in args.methods:
             for robust in args.robust:
-                shared = {"data": args.data, "method": method, "robust": robust, "seed": seed}
+                shared = {
+                    "data": args.data,
+                    "method": method,
+                    "robust": robust,
+                    "seed": seed,
+                    "device": args.device,
+                }
                 if 0 in args.percent:
                     runs.append({**shared, "attack": "none", "percent": 0})
                 # Without an attack there is nothing to defend against.
@@ -183,7 +189,7 @@ def settings(run: dict[str, Any], folder: Path) -> dict[str, Any]:
         "models": method["models"],
         "rounds": method["rounds"],
         "seed": run["seed"],
-        "device": "cpu",
+        "device": run["device"],
         "threads": 1,
         "robust": run["robust"],
         "adversaries": adversaries,
@@ -258,49 +264,61 @@ def honest_mean(run: dict[str, Any], adversarial: Collection[int]) -> float:
 
 
 def table(results: list[dict[str, Any]], data: str) -> str:
-    """Return a Markdown table of a data set's results, in per cent.
+    """Return a Markdown table of a data set's results: mean accuracies over seeds in per cent.
 
-    A cell has the accuracy of honest clients, then its difference from the same clients' accuracy
-    if all clients are honest, and if the adversarial clients are absent. Differences are means over
-    the seeds that have both runs.
+    One row per method and attack. Every cell is the accuracy of the clients that are honest with
+    this percentage of adversarial ones. Cells with several numbers are of 10, 20 and 30 %. The
+    last column is the loss with the defence at 20 %: against the same clients when all clients are
+    honest, and when the adversarial clients are absent.
     """
     found = {key(run): run for run in results if run["data"] == data}
     seeds = sorted({run["seed"] for run in found.values()})
 
-    def difference(run: dict[str, Any], base: dict[str, Any] | None) -> float | None:
-        if base is None:
-            return None
-        accuracy: float = run["accuracy"]
-        return 100 * accuracy - honest_mean(base, run.get("adversarial", ()))
+    def mean(method: str, robust: str, attack: str, percent: int) -> float | None:
+        runs = [found.get((data, method, robust, attack, percent, seed)) for seed in seeds]
+        values = [100 * run["accuracy"] for run in runs if run is not None]
+        return statistics.fmean(values) if values else None
 
-    def cell(method: str, robust: str, attack: str, percent: int) -> str:
-        accuracies = []
-        losses: dict[str, list[float]] = {"none": [], ABSENT: []}
+    def all_honest(method: str, attack: str, percent: int) -> float | None:
+        values = []
         for seed in seeds:
-            run = found.get((data, method, robust, attack, percent, seed))
-            if run is None:
-                continue
-            accuracies.append(100 * run["accuracy"])
-            for base, values in losses.items():
-                share = percent if base == ABSENT else 0
-                value = difference(run, found.get((data, method, "none", base, share, seed)))
-                if value is not None:
-                    values.append(value)
-        if not accuracies:
-            return ""
-        shown = [f"{statistics.fmean(values):+.1f}" for values in losses.values() if values]
-        return f"{statistics.fmean(accuracies):.1f} ({', '.join(shown)})"
+            base = found.get((data, method, "none", "none", 0, seed))
+            attacked = found.get((data, method, "none", attack, percent, seed))
+            if base is not None and attacked is not None:
+                values.append(honest_mean(base, attacked.get("adversarial", ())))
+        return statistics.fmean(values) if values else None
 
-    header = "| method | attack | robust | 0 % | 10 % | 20 % | 30 % |"
-    lines = [header, "|---|---|---|--:|--:|--:|--:|"]
+    def by_percent(method: str, robust: str, attack: str) -> str:
+        values = [mean(method, robust, attack, percent) for percent in PERCENT]
+        return " / ".join("-" if value is None else f"{value:.1f}" for value in values)
+
+    def loss(method: str, attack: str) -> str:
+        defended = mean(method, "auto", attack, 20)
+        bases = [all_honest(method, attack, 20), mean(method, "none", ABSENT, 20)]
+        if defended is None:
+            return "-"
+        return ", ".join("-" if base is None else f"{defended - base:+.1f}" for base in bases)
+
+    header = "| method | attack | seeds | none adversarial, off / on | absent | off | on | loss |"
+    lines = [header, "|---|---|--:|--:|--:|--:|--:|--:|"]
     for method, about in METHODS.items():
-        for attack in [ABSENT, *about["attacks"]]:
-            for robust in ("none", "auto"):
-                clean = cell(method, robust, "none", 0)
-                cells = [cell(method, robust, attack, p) for p in PERCENT]
-                if any(cells):
-                    row = " | ".join([clean, *cells])
-                    lines.append(f"| {method} | {attack} | {robust} | {row} |")
+        clean = [mean(method, robust, "none", 0) for robust in ("none", "auto")]
+        if None in clean:
+            continue
+        for attack in about["attacks"]:
+            done = [s for s in seeds if (data, method, "auto", attack, 30, s) in found]
+            cells = [
+                method,
+                attack,
+                str(len(done)),
+                " / ".join(f"{value:.1f}" for value in clean),
+                by_percent(method, "none", ABSENT),
+                by_percent(method, "none", attack),
+                by_percent(method, "auto", attack),
+                loss(method, attack),
+            ]
+            if done:
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -311,6 +329,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("adversaries-data"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="where runs train; all jobs share it")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--attacks", nargs="+", default=[ABSENT, *ATTACKS])

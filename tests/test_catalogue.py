@@ -6,10 +6,12 @@ import dataclasses
 
 from barter.algorithms import ALGORITHMS
 from barter.core.metrics import Evaluation
+from barter.core.wire_settings import WireSettings
 from barter.data.partition import PARTITIONS
 from barter.data.sources import PATH_SOURCES, SOURCES
 from barter.data.task import Data
 from barter.engines.adversaries import Adversaries
+from barter.engines.network import Network
 from barter.models.families import FAMILIES
 from barter.models.zoo import ZOO
 from barter.privacy import Privacy
@@ -42,6 +44,8 @@ def test_known_keys_are_the_fields() -> None:
         "privacy": [Privacy],
         "evaluate": [Evaluation],
         "adversaries": [Adversaries],
+        "network": [Network],
+        "wire": [WireSettings],
     }
     fields = {
         f"{table}.{f.name}"
@@ -50,4 +54,5 @@ def test_known_keys_are_the_fields() -> None:
         for f in dataclasses.fields(kind)
     }
     top = {f.name for f in dataclasses.fields(Config)} - tables.keys()
-    assert known_keys() == top | fields | {"algorithm.name", "algorithm.preset", "partition.name"}
+    chosen = {"algorithm.name", "algorithm.preset", "partition.name", "network.preset"}
+    assert known_keys() == top | fields | chosen

@@ -150,15 +150,11 @@ def test_the_suites_of_the_benchmarks_can_be_compared(suite: Path, tmp_path: Pat
     assert len(jobs) == 3 * len(comparison.variants)
 
 
-def test_the_file_of_the_tutorial_can_be_compared(tmp_path: Path) -> None:
-    text = (
-        (Path(__file__).parents[1] / "docs" / "tutorial.md")
-        .read_text()
-        .split("## Compare methods")[1]
-    )
+def test_the_file_of_the_guide_can_be_compared(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
     tree = tomllib.loads(text.split("```toml")[1].split("```")[0])
     comparison, jobs = Comparison.plan(tmp_path / "c", asked(tree))
-    assert list(comparison.variants) == ["alone", "fewer embeddings"]
+    assert list(comparison.variants) == ["local only", "fewer embeddings"]
     assert len(jobs) == 10
 
 

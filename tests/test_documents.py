@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
 import shlex
+import statistics
+import subprocess
+import sys
+import textwrap
+import tomllib
 from collections.abc import Iterator
 from itertools import dropwhile, groupby
 from pathlib import Path
@@ -13,7 +19,10 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
+import barter
+import barter.algorithms
 from barter import ALGORITHMS
 from barter.cli.app import app
 from barter.compare.comparison import Comparison
@@ -21,7 +30,9 @@ from barter.compare.specification import ComparisonSpec
 from barter.core.errors import BarterError
 from barter.core.params import describe_fields
 from barter.models.zoo import ZOO
+from barter.runs.progress import format_bytes
 from barter.setup.config import find_algorithm, read_toml, resolve, with_settings
+from tests.browser import CHROMIUM, Browser
 from tests.forked import forked, status
 
 ROOT = Path(__file__).parent.parent
@@ -29,14 +40,136 @@ README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 
-def test_the_readme_holds_fedavgs_file_and_the_loop_whole() -> None:
-    for path in ("src/barter/algorithms/fedavg.py", "examples/loop.py"):
-        assert f"```python\n{(ROOT / path).read_text().strip()}\n```" in README, path
+def test_documents_show_whole_files_as_they_are() -> None:
+    guide = (ROOT / "docs" / "write-a-method.md").read_text()
+    shown = {"src/barter/algorithms/fedavg.py": guide, "examples/loop.py": README}
+    for path, document in shown.items():
+        assert f"```python\n{(ROOT / path).read_text().strip()}\n```" in document, path
 
 
-def test_the_readme_lists_every_algorithm() -> None:
-    for name in ALGORITHMS:
-        assert f"| `{name}` |" in README
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_changelog_starts_with_what_a_user_gets() -> None:
+    release = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert len(release.splitlines()) < 40
+
+
+def test_the_list_of_methods_is_complete() -> None:
+    text = (ROOT / "docs" / "methods" / "index.md").read_text()
+    assert [name for name in ALGORITHMS if f"[`{name}`]({name}.md)" not in text] == []
+
+
+def test_the_chooser_shows_what_was_measured() -> None:
+    """Each row of a method has its accuracies and bytes of the stored comparison."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for line in (ROOT / "benchmarks/results/baselines-fashion-10k.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        runs.setdefault(run["row"].removeprefix("baselines-fashion-10k: "), []).append(run["curve"])
+    text = (ROOT / "docs" / "choose.md").read_text()
+    sections = re.split(r"^### ", text, flags=re.M)[1:]
+    checked = 0
+    for section in sections:
+        model = "server" if "*Global* is the server's model" in section else "global"
+        rows = re.findall(
+            r"^\| \[(\w+)\]\S+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+ \w+) \|", section, re.M
+        )
+        for name, shown_global, shown_local, shown_bytes in rows:
+            curves = runs[name]
+            measured = [
+                f"{100 * statistics.mean(curve[key][-1] for curve in curves):.1f}"
+                for key in (model, "own")
+            ]
+            total = statistics.mean(sum(curve["bytes"]) for curve in curves)
+            assert [shown_global, shown_local] == measured, name
+            assert shown_bytes == format_bytes(total), name
+            checked += 1
+    assert checked >= 20
+    heads = {"local training": ("local", "global"), "**DFFKE**": ("dffke", "global")}
+    heads["FedAvg"] = ("fedavg", "server")
+    for row, (name, model) in heads.items():
+        accuracy = 100 * statistics.mean(curve[model][-1] for curve in runs[name])
+        (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
+        assert f"{accuracy:.1f}" in line.split("|")[4], row
+
+
+def test_snippets_parse() -> None:
+    """Python and TOML of every document are at least well-formed; recipes are run below."""
+    for document in DOCUMENTS:
+        for language, block in re.findall(
+            r"^ *```(python|toml)\n((?:.*\n)*?) *```$", document.read_text(), re.M
+        ):
+            block = textwrap.dedent(block)
+            try:
+                ast.parse(block) if language == "python" else tomllib.loads(block)
+            except (SyntaxError, tomllib.TOMLDecodeError) as error:
+                pytest.fail(f"{document.relative_to(ROOT)}: {error}\n{block}")
+
+
+def pages_of(navigation: list[Any]) -> Iterator[str]:
+    """The pages that a navigation names, and its folders, which end in a slash."""
+    for entry in navigation:
+        for target in [entry] if isinstance(entry, str) else entry.values():
+            yield from pages_of(target) if isinstance(target, list) else [target]
+
+
+def test_every_page_of_the_site_can_be_reached() -> None:
+    """What `make docs` would complain of: a page without an entry, an entry without a page."""
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    named = list(pages_of(settings["nav"]))
+    hooks = (ROOT / "docs" / "hooks.py").read_text()
+    outside = set(re.findall(r'"[\w/]+\.md": "([\w-]+\.md)"', hooks))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    for page in named:
+        assert page.endswith("/") or page in pages | outside, page
+    folders = tuple(page for page in named if page.endswith("/"))
+    top = {
+        page for page in pages if "/" not in page and "./" in folders
+    }  # at the end of the guides
+    left_out = {page for page in pages - set(named) - top if not page.startswith(folders)}
+    assert left_out == set()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `make docs` writes, with warnings as errors."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_loads_nothing_from_elsewhere_and_has_all_public_names(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 60
+    loaded = r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(https?:[^"' >]+)|<link[^>]*\shref=["']?(https?:[^"' >]+)"""
+    for page in pages:
+        assert re.findall(loaded, page.read_text()) == [], page
+    reference = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
+    anchors = set(re.findall(r'id="barter\.[\w.]*?(\w+)"', reference))
+    public = set(barter.__all__) - set(barter.algorithms.__all__)
+    assert public - {"ALGORITHMS"} <= anchors
+    assert {"Count", "lane_module", "fit", "Trainer", "index_batches", "Dirichlet"} <= anchors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+def test_the_site_can_be_searched_from_disk_and_fits_a_phone(site: Path, tmp_path: Path) -> None:
+    with Browser(tmp_path) as browser:
+        for width in (1400, 390):
+            for page in ("index.html", "choose.html", "methods/dffke.html"):
+                browser.open(site / page, width)
+                assert browser.value("document.documentElement.scrollWidth") <= width, page
+                assert browser.said == [], page
+        browser.value("document.querySelector('[data-md-toggle=search]').click()")
+        field = "document.querySelector('.md-search__input')"
+        browser.value(f"{field}.focus(), {field}.value = 'canary'")
+        browser.value(f"{field}.dispatchEvent(new Event('keyup', {{bubbles: true}}))")
+        found = "[...document.querySelectorAll('.md-search-result__article h1')].map(e => e.textContent)"
+        browser.until(f"{found}[0] == 'Attack a run'")
 
 
 def headings(document: Path) -> set[str]:

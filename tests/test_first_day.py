@@ -249,7 +249,10 @@ def test_factories_say_what_is_wrong_with_their_arguments(
     for name, message in (
         ("networks_wrong:make:depth=2", "unexpected keyword argument 'depth'"),
         ("networks_wrong:ready:depth=2", "is a Linear, which takes no arguments"),
-        ("networks_nowhere:make", "the current folder, next to the configuration and on PYTHONPATH"),
+        (
+            "networks_nowhere:make",
+            "the current folder, next to the configuration and on PYTHONPATH",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             build_network(name, spec)

@@ -229,6 +229,26 @@ def test_the_page_of_a_run_says_what_its_records_say(tmp_path: Path) -> None:
     assert html.escape((run / "config.toml").read_text()) in content
 
 
+def test_simulated_time_has_a_section_and_axes_of_its_own(tmp_path: Path) -> None:
+    timed = [
+        replace(record(t, 3), simulated={"learn": 3000.0, "server": 600.0, "round": 3600.0})
+        for t in (1, 2, 3, 4)
+    ]
+    content = report(go_on(begun(tmp_path / "run", 3, 4), *timed))
+    drawn = charts(content)
+    by_time = named(drawn["Accuracy, global test set, by simulated time"], "accuracy")
+    assert by_time["x"] == [1, 2, 3, 4], "hours"
+    assert by_time["y"] == [r.headline() for r in timed]
+    by_bytes = named(drawn["Accuracy, global test set, by bytes"], "accuracy")
+    assert by_bytes["x"] == [1020, 2040, 3060, 4080]
+    (phases,) = drawn["Simulated time by phase, over all rounds"]
+    assert dict(zip(phases["y"], phases["x"], strict=True)) == pytest.approx(
+        {"learn": 10 / 3, "server": 2 / 3}
+    )
+    assert ("Simulated time, all rounds", "4 h 00 min", ["1 h 00 min a round"]) in cards(content)
+    assert "Simulated network" not in report(written(tmp_path / "without"))
+
+
 @pytest.mark.parametrize(("gain", "side"), [(0.02, "bottom"), (-0.05, "top")])
 def test_what_was_known_alone_is_labelled_where_the_chart_has_room(gain: float, side: str) -> None:
     figure = learning_chart([record(t, 3, gain) for t in (1, 2)], "global", ["a", "b", "c"])
@@ -509,10 +529,46 @@ def test_the_page_of_a_comparison_says_what_its_runs_say(tmp_path: Path) -> None
     assert named(drawn["Bytes of a run, mean over seeds"], "down")["x"] == [1800, 1800]
     assert named(drawn["Time of a run by phase, mean over seeds"], "teach")["x"] == [3, 3]
     assert not any("bytes it took" in caption for caption in drawn), "all runs took the same"
+    by_bytes = drawn["Accuracy of the clients' models, global test set, by bytes, both ways"]
+    assert named(by_bytes, "alone")["x"] == [680, 1360, 2040]
+    assert named(by_bytes, "alone")["y"] == named(curves, "alone")["y"]
+    assert not any("simulated" in caption for caption in drawn)
     assert "5 of 6 runs finished" in content
     assert f"Not finished: {html.escape(ODD)}, seed 2." in content
     assert "accuracy above alone (95 %)" in content
     assert "client 1 failed in &#x27;learn&#x27;, round 2" in content
+
+
+def test_a_comparison_is_drawn_by_simulated_time_and_by_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compared(tmp_path / "c", seeds=(0, 1), rounds=2)
+    for i, path in enumerate(sorted(folder.glob("*/seed-*"))):
+        seconds = {
+            "round": 7200.0 * (1 + i % 2)
+        }  # two hours a round with one seed, four with another
+        timed = [replace(r, simulated=seconds) for r in read_records(path)]
+        (path / "metrics.jsonl").unlink()
+        go_on(path, *timed)
+    drawn: dict[str, Any] = {}
+
+    def note(curves: Any, label: str, path: Path, positions: Any = None, axis: str = "") -> None:
+        drawn[path.name] = positions, axis
+
+    monkeypatch.setattr("barter.compare.comparison.draw_curves", note)
+    _, _, paths = Comparison.at(folder).write()
+    assert {path.name for path in paths if path.suffix == ".svg"} == {
+        "curves.svg",
+        "curves-time.svg",
+        "curves-bytes.svg",
+    }
+    assert drawn["curves.svg"][0] is None
+    hours, axis = drawn["curves-time.svg"]
+    assert (hours["alone"], axis) == ({1: 3.0, 2: 6.0}, "simulated time (hours)")
+    gigabytes, _ = drawn["curves-bytes.svg"]
+    assert gigabytes["alone"] == {1: 680e-9, 2: 1360e-9}
+    caption = "Accuracy of the clients' models, global test set, by simulated time"
+    assert named(charts(report(folder))[caption], "alone")["x"] == [3, 6]
 
 
 def test_odd_names_are_text_and_nothing_else(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from barter.core.errors import CheckpointError, ConfigError
 from barter.recipes.stored import StoredRun, read_stored_runs, write_stored_runs
-from benchmarks import tables
+from benchmarks import adversaries, tables
+
+ROOT = Path(__file__).parent.parent
 
 RUNS = {
     "plain": [
@@ -120,3 +122,10 @@ def test_damaged_files_are_refused(tmp_path: Path, lines: list[str], why: str) -
     path.write_text("\n".join(lines))
     with pytest.raises(CheckpointError, match=why):
         read_stored_runs(path)
+
+
+def test_the_page_of_adversarial_clients_agrees_with_the_stored_runs() -> None:
+    runs = adversaries.finished(adversaries.RESULTS)
+    page = (ROOT / "docs" / "results" / "adversaries.md").read_text()
+    for data in ("digits", "fashion"):
+        assert adversaries.table(runs, data) in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from barter.compute.precision import use_precision
 from barter.compute.threads import limit_threads
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
+from barter.core.client_states import ClientStates, LazyClient
 from barter.core.clients import Clients
 from barter.core.errors import (
     CheckpointError,
@@ -54,6 +56,7 @@ from barter.runs.folder import (
 )
 from barter.runs.progress import make_onlooker
 from barter.runs.selection import Selection, Stop
+from barter.runs.state_files import StateFiles, StoredStates
 from barter.setup.assembly import Federation, assemble, resolve_partition, start_from
 from barter.setup.config import (
     RESULT_FREE,
@@ -74,6 +77,8 @@ __all__ = ["Experiment"]
 
 log = logging.getLogger("barter")
 
+# Bytes that clients may take in host memory during a round, if the others are stored in files.
+STATES_LIMIT = 2 * 2**30
 EVALUATION = Algorithm.evaluate.__name__
 
 
@@ -191,7 +196,7 @@ class Experiment:
         experiment.round = last
         try:
             experiment.server.recall(state["server"])
-            experiment.engine.recall(state["clients"])
+            experiment._restore_clients(state)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{run} holds the checkpoint of another experiment: {summarise_error(error)}"
@@ -253,15 +258,54 @@ class Experiment:
         self.engine.set_server(self.server)
         self.round = 0
         self._unfinished = False
-        if self.config.start and not (resume and out is not None and has_checkpoint(out)):
+        self.states = self._store_states(out)
+        starts = self.config.start and not (resume and out is not None and has_checkpoint(out))
+        if starts and self.states is None:
             start_from(Path(self.config.start), federation)
         self._data = "" if out is None else federation.fingerprint()
         self.folder = None if out is None else self._open(out, resume, after_round)
+        if starts and self.states is not None:
+            # Only now: states that do not fit into memory are written to the folder.
+            self._start_from(federation)
         if self.folder is not None and resume:
             self._recall_stop(self.folder, ignore_stop)
         if self.folder is not None and self.round:
             # The run may have been killed after its checkpoint and before its privacy statement.
             self.folder.state(self.privacy().to_json())
+
+    def _start_from(self, federation: Federation) -> None:
+        """Start clients whose states are in files from another run; leave no folder on errors."""
+        assert self.states is not None
+        try:
+            start_from(Path(self.config.start), federation)
+        except BaseException:
+            self.states.discard()
+            if self.folder is not None:
+                self.folder.discard()
+            raise
+
+    def _store_states(self, out: Path | None) -> StateFiles | None:
+        """Have clients that do not take part stored in files, if the configuration says so.
+
+        Args:
+            out: The run's folder; without one, the files are temporary.
+        """
+        if not self.config.stores_states or not isinstance(self.engine, LocalEngine):
+            return None
+        if out is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="barter-")
+            folder = Path(self._temporary.name)
+        else:
+            folder = out / "clients"
+        states = StateFiles(folder)
+        self.engine.store_states(ClientStates(self.engine.clients, states, STATES_LIMIT))
+        log.info(
+            "%d clients: the states of those that do not take part are in %s; "
+            "state_store=memory keeps them in memory",
+            self.config.clients,
+            folder,
+        )
+        return states
 
     def _chance(self, federation: Federation) -> float:
         """Return the test accuracy of always predicting the most frequent class.
@@ -391,13 +435,16 @@ class Experiment:
         start = time.perf_counter()
         all_clients = Clients(self.engine, self.engine.client_ids)
         self.engine.participants.clear()
-        if t == 1:
-            with seeds.scope(self.config.seed, 0, "server", device=self.device):
-                self.algorithm.setup(self.server, all_clients)
-        self.engine.round = t
-        defence = Defence(self.config.robust, self.config.robust_share)
-        with seeds.scope(self.config.seed, t, "server", device=self.device), defend(defence):
-            self.algorithm.round(self.server, all_clients, t)
+        if self.states is not None:
+            self.states.round = t
+        with self.engine.count_server_work():
+            if t == 1:
+                with seeds.scope(self.config.seed, 0, "server", device=self.device):
+                    self.algorithm.setup(self.server, all_clients)
+            self.engine.round = t
+            defence = Defence(self.config.robust, self.config.robust_share)
+            with seeds.scope(self.config.seed, t, "server", device=self.device), defend(defence):
+                self.algorithm.round(self.server, all_clients, t)
         self._require_finite(t)
         record = self._record(t, all_clients, start)
         self.round = t
@@ -405,6 +452,7 @@ class Experiment:
         best = self.selection.best
         self.selection.add(record)
         self.stopped = self.selection.stop()
+        self._rest_clients()
         if self.folder is not None:
             self.folder.append(record)
             self._save(self.folder, best)
@@ -414,6 +462,23 @@ class Experiment:
         if self.selection.best is None and t == 1:
             self._warn_without_validation()
         return record
+
+    def _rest_clients(self) -> None:
+        """Put all clients to rest at the end of a round, if their states are stored in files."""
+        if self.states is None or not isinstance(self.engine, LocalEngine):
+            return
+        assert self.engine.states is not None
+        self.engine.states.rest_all()
+        if self.folder is None:
+            self.states.prune([])
+            return
+        if self.states.has_initial:
+            return
+        clients = [c for c in self.engine.clients.values() if isinstance(c, LazyClient)]
+        kinds = {client.id: client.architecture for client in clients}
+        first = {client.architecture: client for client in reversed(clients)}
+        initial = {name: client.initial_memory() for name, client in first.items()}
+        self.states.write_initial(initial, kinds)
 
     def _require_finite(self, t: int) -> None:
         """Raise StateError if a round left NaN or infinity in the server's state.
@@ -497,7 +562,8 @@ class Experiment:
             # If this round is the new best, the former best stays until the new one is on disk.
             if former_best is not None:
                 until_saved.add(former_best)
-        folder.save(self.round, self._state(), self._origin(), keep, until_saved)
+        state = self._state(clients=self.states is None)
+        folder.save(self.round, state, self._origin(), keep, until_saved, self.states)
 
     def _warn_without_validation(self) -> None:
         """Log that there is no best round and no early stop, if the run asks for either.
@@ -522,7 +588,7 @@ class Experiment:
             start: When the round began, by `time.perf_counter`.
         """
         participants = sorted(self.engine.participants)
-        tested = [k for k in all_clients if self.engine.tests_due(k, EVALUATION)]
+        tested = self.engine.clients_due()
         adversarial = self.engine.adversarial
         # Adversarial clients are not evaluated: means are those of honest clients.
         evaluated = {*tested, *participants} - set(adversarial)
@@ -555,6 +621,14 @@ class Experiment:
         clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in all_clients}
         for k in adversarial:
             clients[k]["adversarial"] = 1.0
+        simulated: dict[str, float] = {}
+        if self.engine.clock is not None:
+            reading = self.engine.clock.take_reading()
+            simulated = reading.seconds
+            server["flops"] = float(reading.server_flops)
+            for k in clients:
+                clients[k]["flops"] = float(reading.flops.get(k, 0))
+                clients[k]["simulated_call_seconds"] = reading.by_client.get(k, 0.0)
         return Round(
             t,
             clients,
@@ -564,21 +638,27 @@ class Experiment:
             failures,
             participants=participants,
             primary=self.algorithm.primary,
+            simulated=simulated,
+            wire=str(self.config.wire),
         )
 
     def _origin(self) -> dict[str, str]:
         """Return the configuration and the data's fingerprint, for checkpoints."""
         return {"config": to_toml(self.config), "data": self._data}
 
-    def _state(self) -> dict[str, Any]:
-        """Return all that a checkpoint holds."""
-        return {
+    def _state(self, *, clients: bool = True) -> dict[str, Any]:
+        """Return all that a checkpoint holds; without `clients`, their states are in files."""
+        state = {
             "server": self.server.memory(),
-            "clients": self.engine.memory(),
+            "clients": self.engine.memory() if clients else {},
             "networks": self.networks,
             "crossed": self.engine.crossed,
             "told": self.engine.reported_epsilon,
         }
+        # With `clients`, the engine has just delivered everything.
+        if not clients and isinstance(self.engine, LocalEngine) and self.engine.deliveries.last:
+            state["deliveries"] = self.engine.deliveries.memory()
+        return state
 
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
         """Check that a checkpoint was made with this configuration and these data.
@@ -711,6 +791,8 @@ class Experiment:
                 ) from error
         note_consent(path, code)
         folder.go_on_after(self.round)
+        if self.states is not None:
+            folder.clean_states(self.states)
         threads = self.config.threads
         threads_before = begun.get("threads")
         if self.round and isinstance(threads_before, int) and threads not in (None, threads_before):
@@ -735,7 +817,7 @@ class Experiment:
             records: All recorded rounds; the largest ε that a client reported in any counts.
         """
         self.server.recall(state["server"])
-        self.engine.recall(state["clients"])
+        self._restore_clients(state)
         for k, seen in state.get("crossed", {}).items():
             self.engine.crossed[k] = self.engine.crossed.get(k, {}) | seen
         self.engine.reported_epsilon = state.get("told", {})
@@ -743,6 +825,20 @@ class Experiment:
         for record in records:
             for k, metrics in record.clients.items():
                 self.engine.record_epsilon(k, metrics.get(EPSILON))
+
+    def _restore_clients(self, state: Payload) -> None:
+        """Restore the clients; those whose state is in a file are read when they are used."""
+        states = state["clients"]
+        if isinstance(self.engine, LocalEngine) and "deliveries" in state:
+            self.engine.deliveries.recall(state["deliveries"])
+        if self.states is not None and isinstance(states, StoredStates):
+            if list(states) != list(self.engine.client_ids):
+                raise LookupError(f"it has {len(states)} clients")
+            self.states.restore(states)
+            return
+        if self.states is not None:
+            self.states.round = self.round
+        self.engine.recall(states)
 
 
 def _extend(error: Exception, text: str) -> None:

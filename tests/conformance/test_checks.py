@@ -170,6 +170,15 @@ class Hides(Trusts):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Expects(Trusts):
+    """Takes it that every client answers."""
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        answers = clients.run(self.rows)
+        server.report["sum"] = sum(float(answers[k].sum()) for k in clients)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Headless(Sound):
     """Calls a model its primary one that nobody has."""
 
@@ -221,6 +230,7 @@ class Headless(Sound):
             "tolerates_malformed_answers",
             "whose answer is .* to 'rows': no failure of 'rows' is recorded",
         ),
+        (Expects, "tolerates_dropouts", 'KeyError: 2.*test_checks.py", line'),
         (Silent, "is_documented", "mystery has no comment next to it"),
     ],
 )

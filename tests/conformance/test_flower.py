@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("flwr")
 
 from barter.core.payload import isolate, leaves, nbytes
+from barter.core.wire_settings import WireSettings
 from barter.experiment import Experiment
 from barter.flower import engine
 from barter.flower.deploy import SPARE, conduct
@@ -22,6 +23,8 @@ from tests.conftest import digits_file, federation, same, tiny
 from tests.flower.grid import LoopbackGrid, site
 
 ROUNDS = 3
+# The profile that changes most values. What it leaves exact is compared too.
+WIRE = WireSettings(profile="small", rounding="stochastic", deflate=True)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +51,7 @@ def test_a_run_on_flower_is_the_same_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first round begins with sites that know nothing, the second with what they wrote down, the third goes on."""
-    local = federation(tiny(name), digits_file(tmp_path))
+    local = federation(tiny(name), digits_file(tmp_path), wire=WIRE)
     records = [(r.round, r.clients, r.server, r.bytes) for r in local.rounds(ROUNDS)]
     straight = {"server": local.server.memory(), "clients": local.engine.memory()}
 
@@ -61,6 +64,7 @@ def test_a_run_on_flower_is_the_same_run(
         models=local.config.models,
         rounds=ROUNDS,
         device="cpu",
+        wire=WIRE,
     )
     largest = tmp_path / "largest"
     last = (

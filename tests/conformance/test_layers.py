@@ -97,7 +97,10 @@ TOP = {
     "experiment.py",
     "version.py",
 }  # modules that belong to no package
-MAY_USE = {"compute": {"torch", "torchvision", "triton"}, "core": {"torch", "typing_extensions"}}
+MAY_USE = {
+    "compute": {"torch", "torchvision", "triton"},
+    "core": {"torch", "typing_extensions", "PIL"},
+}
 OPTIONAL = {
     "flwr": "flower",
     "cryptography": "flower",

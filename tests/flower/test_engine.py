@@ -18,9 +18,11 @@ from flwr.proto.node_pb2 import NodeInfo
 
 from barter.core.errors import BarterError, ClientError, ConfigError
 from barter.core.payload import isolate, leaves, nbytes
+from barter.core.wire_settings import WireSettings
 from barter.experiment import Experiment
 from barter.flower import deploy, engine
 from barter.flower.client_app import pack_blobs
+from barter.flower.consent import Consent
 from barter.flower.deploy import conduct
 from barter.flower.frames import Frame
 from barter.privacy.side_information import PROGRESS
@@ -396,6 +398,45 @@ def test_bad_answers_are_failures(
     assert said in one.failures[0]
     assert "site site-1" in one.failures[0]
     assert two.failures == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": [torch.zeros(3, dtype=torch.uint8)]}, "is no valid encoding: 3 bytes instead of"),
+        ({"scales": torch.full((256,), torch.nan)}, "holds NaN or infinity"),
+        ({"scales": torch.full((256,), 1e5)}, "the minimum of its values is"),
+        ({"shape": [256, 64_000_000], "deflated": True}, "MB when decoded, expected at most 1."),
+        ({"shape": [64, 256], "scales": torch.ones(64)}, "the client's is float32 (256, 64)"),
+    ],
+)
+def test_bad_encodings_are_failures(
+    grid: LoopbackGrid, run: Run, change: dict[str, Any], said: str
+) -> None:
+    def spoil(answer: Callable[[], Any]) -> Any:
+        reply = answer()
+        name, weight = next(item for item in reply["answer"].items() if isinstance(item[1], dict))
+        return {**reply, "answer": {**reply["answer"], name: {**weight, **change}}}
+
+    once(grid, 101, spoil)
+    experiment = run(2, min_clients=1, wire=WireSettings(profile="small"))
+    assert experiment.folder is not None
+    one, two = experiment.folder.records()
+    assert said in one.failures[0]
+    assert "site site-1" in one.failures[0]
+    assert two.failures == []
+    assert one.clients[1]["bytes_up"] == 0 < two.clients[1]["bytes_up"]
+
+
+def test_a_site_limits_what_it_is_sent_by_its_decoded_size(
+    grid: LoopbackGrid, run: Run, tmp_path: Path
+) -> None:
+    grid.sites[101].consent = Consent(megabytes=0.05)
+    experiment = run(1, min_clients=1, wire=WireSettings(profile="small"))
+    assert experiment.folder is not None
+    (record,) = experiment.folder.records()
+    assert record.clients[0]["bytes_down"] < 50_000
+    assert "accepts 0.05 (consent.megabytes)" in record.failures[0]
 
 
 def test_what_a_site_raises_comes_with_its_traceback(grid: LoopbackGrid, run: Run) -> None:

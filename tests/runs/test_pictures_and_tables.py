@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -252,3 +253,12 @@ def test_the_names_of_many_methods_leave_their_curves_room(methods: int, tmp_pat
         (column < 50).sum() for column in picture.T[: picture.shape[1] // 4]
     )  # the vertical axis
     assert spine > 1.6 * 150, "at least so many inches of 150 dots"
+
+
+def test_a_long_label_is_broken_to_fit_its_axis(tmp_path: Path) -> None:
+    label = "accuracy on the global test set (%), mean of clients or server's model"
+    draw_curves({"local": {0: [(1, 0.5), (2, 0.6)]}}, label, tmp_path / "curves.svg")
+    texts = re.findall(
+        r"<tspan[^>]*>([^<]+)|<text[^>]*>([^<]+)", (tmp_path / "curves.svg").read_text()
+    )
+    assert max(len(one or other) for one, other in texts) <= 40

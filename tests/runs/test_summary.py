@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,9 @@ from barter.runs.summary import (
     Column,
     Question,
     confidence_interval,
+    cumulative_seconds,
     known_metrics,
+    mean_positions,
     metric_value,
     summarise,
     summary_cells,
@@ -122,11 +125,11 @@ def test_cells_say_what_is_best_and_what_is_not_sure() -> None:
     headings, rows = summary_cells(summarise(RESULTS, Question("global", "alone", 0.35)))
     assert headings == [
         *("method", "seeds", "clients: global test", "clients: local test", "server: global test"),
-        *("bytes", "seconds", "rounds to 35% clients: global test"),
+        *("bytes", "seconds", "rounds to 35% clients: global test", "bytes to it"),
         "clients: global test above alone (95 %)",
     ]
     text = {row[0][0]: [cell for cell, _ in row[1:]] for row in rows}
-    assert text["alone"] == ["3", "31.0 ± 1.0", "41.0 ± 1.0", "-", "14 B", "4 s", "never", "-"]
+    assert text["alone"] == ["3", "31.0 ± 1.0", "41.0 ± 1.0", "-", "14 B", "4 s", "never", "-", "-"]
     # 0.31, 0.32, 0.30: mean 0.31, deviation 0.01, so 4.302653 * 0.01 / 3 ** 0.5 = 0.0248 to each side.
     good = [
         "3",
@@ -136,6 +139,7 @@ def test_cells_say_what_is_best_and_what_is_not_sure() -> None:
         "14 B",
         "4 s",
         "1.7",
+        "12 B",  # 7, 14 and 14
         "+31.0 [+28.5, +33.5]",
     ]
     assert text["good"] == good
@@ -147,6 +151,7 @@ def test_cells_say_what_is_best_and_what_is_not_sure() -> None:
         "14 B",
         "4 s",
         "never",
+        "-",
         "-12.0 (too few seeds)",
     ]
     assert [[cell for cell, best in row if best] for row in rows] == [[], good[1:4], []]
@@ -158,6 +163,32 @@ def test_without_baseline_and_target_there_are_no_such_columns() -> None:
         *("method", "seeds", "clients: global test", "clients: local test", "bytes", "seconds"),
     ]
     assert {len(row) for row in rows} == {len(headings)}
+
+
+def test_time_to_target_is_the_simulated_time_until_the_first_round_at_it() -> None:
+    def timed(seconds: float, *accuracies: float) -> list[Round]:
+        return [replace(r, simulated={"round": seconds}) for r in rounds(*accuracies)]
+
+    results = {
+        "slow": {0: timed(3600, 0.2, 0.5, 0.6), 1: timed(1800, 0.4, 0.5, 0.6)},
+        "never": {0: timed(60, 0.1, 0.2, 0.3)},
+    }
+    compared = summarise(results, Question("global", None, 0.35))
+    slow, never = compared.rows
+    assert slow.simulated.values == (10800, 5400)
+    assert slow.seconds_to_target.values == (7200, 1800)
+    assert slow.bytes_to_target.values == (14, 7)
+    assert never.seconds_to_target.values == ()
+    headings, rows = summary_cells(compared)
+    cells = [dict(zip(headings, [text for text, _ in row], strict=True)) for row in rows]
+    assert [row["simulated time"] for row in cells] == ["2 h 15 min", "3 min 00 s"]
+    assert [row["simulated time to it"] for row in cells] == ["1 h 15 min", "-"]
+    (line, _) = csv.DictReader(io.StringIO(to_csv(compared)))
+    assert (line["simulated_seconds"], line["simulated_seconds_to_target"]) == ("8100.0", "4500.0")
+    lines = list(csv.DictReader(io.StringIO(to_round_csv(results))))
+    assert [row["simulated_seconds"] for row in lines] == ["3600"] * 3 + ["1800"] * 3 + ["60"] * 3
+    assert mean_positions(results["slow"], cumulative_seconds) == {1: 2700, 2: 5400, 3: 8100}
+    assert mean_positions(RESULTS["good"], cumulative_seconds) == {}, "none where there is none"
 
 
 def test_the_same_table_in_markdown_latex_and_csv() -> None:
@@ -173,7 +204,7 @@ def test_the_same_table_in_markdown_latex_and_csv() -> None:
     assert r"good & 3 & \textbf{62.0 $\pm$ 1.7} &" in latex
     assert r"$-$12.0 (too few seeds) \\" in latex
     assert r"a\_b|50\% \$x\$ \textbackslash{} & 1 &" in latex
-    assert latex.startswith("\\begin{tabular}{lrrrrrrrr}\n\\toprule\n")
+    assert latex.startswith("\\begin{tabular}{lrrrrrrrrr}\n\\toprule\n")
     assert latex.endswith("\\bottomrule\n\\end{tabular}\n")
     table = list(csv.DictReader(io.StringIO(to_csv(compared))))
     assert [row["method"] for row in table] == ["alone", "good", "short", "a_b|50% $x$ \\"]

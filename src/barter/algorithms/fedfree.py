@@ -58,7 +58,7 @@ from torch import Tensor, nn
 from barter.core.algorithm import Algorithm, Crossing
 from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
-from barter.core.contracts import Floats, Room, When, Within
+from barter.core.contracts import Content, Floats, Room, When, Within
 from barter.core.errors import ConfigError, PayloadError
 from barter.core.evaluation import record_before_exchange
 from barter.core.nodes import Client, Server
@@ -89,7 +89,7 @@ class Layer(TypedDict):
     kind: Kind
     # 0 for the first of its kind in its network, 1 for the last
     depth: Annotated[float, Within(0, 1)]
-    weight: Annotated[Tensor, Floats("rows", ...)]
+    weight: Annotated[Tensor, Floats("rows", ...), Content("weights")]
     bias: NotRequired[Annotated[Tensor, Floats("rows")]]
     # how much training changed each output
     credit: NotRequired[Annotated[Tensor, Floats("rows"), When("credited")]]

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from barter.algorithms.one_width import OneWidth
 from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
-from barter.core.contracts import Named
+from barter.core.contracts import Content, Named
 from barter.core.evaluation import predict
 from barter.core.images import Augment, Images, Spec, prepare_batch
 from barter.core.model import Classifier
@@ -85,7 +85,9 @@ class LatentLesson(TypedDict):
     """The payload from which clients learn in addition to their own images."""
 
     images: Tensor  # a generated image for each class, as bytes
-    latents: Tensor  # the latent vectors from which they were generated
+    latents: Annotated[
+        Tensor, Content("embeddings")
+    ]  # the latent vectors from which they were generated
     projection: State  # initial weights of the layer from features to latent vectors
 
 

@@ -27,12 +27,14 @@ Differences from the paper:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from barter.algorithms.public import PublicDistillation
 from barter.core.clients import Clients
+from barter.core.contracts import Content
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Whole
 from barter.ops.ensemble import public_images, require_labels
@@ -98,7 +100,9 @@ class FedMD(PublicDistillation[Server, Beginner]):
         """Return the logits themselves."""
         return logits
 
-    def learn(self, client: Beginner, places: Tensor, target: Tensor) -> None:
+    def learn(
+        self, client: Beginner, places: Tensor, target: Annotated[Tensor, Content("logits")]
+    ) -> None:
         """Learn the mean logits (digest), then train on private data (revisit)."""
         super().learn(client, places, target)
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=self.recipe)

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import TypeVar
@@ -100,6 +101,8 @@ class FedProto(OneWidth[S, Follower]):
         "receive": Crossing(down="their means over clients"),
     }
 
+    deferrable = frozenset({"receive"})
+
     lam: NonNegative = 1.0  # λ: weight of the distance to prototypes
 
     def round(self, server: S, clients: Clients, t: int) -> None:
@@ -120,6 +123,16 @@ class FedProto(OneWidth[S, Follower]):
     def receive(self, client: Follower, prototypes: ByClass) -> None:
         """Store the global prototypes; classes without a new one keep the old one."""
         client.prototypes = [update_table(client.prototypes, prototypes)]
+
+    def remaining(
+        self, method: str, earlier: tuple[ByClass], later: tuple[ByClass]
+    ) -> tuple[ByClass] | None:
+        """Return the prototypes of classes that the later call does not replace."""
+        table = earlier[0]
+        left = ~torch.isin(table["classes"], later[0]["classes"])
+        if not left.any():
+            return None
+        return ({"classes": table["classes"][left], "vectors": table["vectors"][left]},)
 
     def evaluate(self, client: Follower) -> dict[str, float]:
         """Evaluate the client by the nearest prototype, and by its network's head.

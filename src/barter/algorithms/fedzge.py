@@ -72,7 +72,7 @@ from torch import Tensor
 from barter.compute.precision import full_precision
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
-from barter.core.contracts import Counts, Floats, When
+from barter.core.contracts import Content, Counts, Floats, When
 from barter.core.evaluation import add_offset, predict, record_before_exchange
 from barter.core.images import Augment, Images, Spec, channel_statistics, prepare_batch
 from barter.core.model import Classifier
@@ -104,7 +104,8 @@ from barter.ops.zeroth import DirectionKind, directional_estimate, loss_estimate
 
 __all__ = ["FedZGE", "LocalStatistics", "Oracle", "QueryServer"]
 
-Logits: TypeAlias = Annotated[Tensor, Floats("versions", "images", "classes")]
+# Gradients are estimated from small differences of logits, which an encoding would hide.
+Logits: TypeAlias = Annotated[Tensor, Floats("versions", "images", "classes"), Content("exact")]
 GeneratedBatch: TypeAlias = tuple[
     Tensor, Tensor, Tensor
 ]  # generated images, their noise and their labels
@@ -369,7 +370,10 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         return log_class_prior(client.data) if self.balanced else None
 
     def answer(
-        self, client: Oracle, x: Annotated[Tensor, Floats("images", ...)], changed: Tensor
+        self,
+        client: Oracle,
+        x: Annotated[Tensor, Floats("images", ...), Content("exact")],
+        changed: Annotated[Tensor, Content("exact")],
     ) -> Logits:
         """Return the client's logits on images and on their perturbed copies."""
         client.batch = [*client.batch, x]

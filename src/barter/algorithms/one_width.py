@@ -116,6 +116,8 @@ class SharedHead(OneWidth[H, K]):
     the record. `shared_global` and `shared_local` are the same network with the new shared head.
     """
 
+    deferrable = frozenset({"receive"})
+
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
         # Raises if the head is not linear. Networks of another width get a new, linear head.
         if network.feature_dim == self.features:

@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 
 from barter.core.algorithm import Algorithm, Crossing
 from barter.core.clients import Clients, Replies
-from barter.core.contracts import Floats, Places
+from barter.core.contracts import Content, Floats, Places
 from barter.core.evaluation import predict, record_before_exchange
 from barter.core.images import Images
 from barter.core.model import Classifier
@@ -109,7 +109,9 @@ class PublicDistillation(Algorithm[S, C]):
         """Return the targets that clients learn from: by default, the mean prediction."""
         return mean
 
-    def learn(self, client: C, places: Tensor, target: Tensor) -> None:
+    def learn(
+        self, client: C, places: Tensor, target: Annotated[Tensor, Content("logits")]
+    ) -> None:
         """Train the client's network on the round's public images and their targets."""
         self.distil_public(
             client.model, public_images(client), places, [target], self.loss, client.track

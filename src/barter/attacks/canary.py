@@ -41,6 +41,7 @@ from barter.core.images import Images
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, isolate, leaves
 from barter.core.wire import Direction, Wire
+from barter.core.wire_codec import WireCodec
 from barter.experiment import Experiment
 from barter.privacy.guard import Guard
 from barter.privacy.mechanisms import Additive, ClassMeans, Response
@@ -147,8 +148,10 @@ def _rate_interval(count: int, total: int, confidence: float) -> tuple[float, fl
 class Tap(Wire):
     """A wire that records every answer of one client."""
 
-    def __init__(self, may_be_infinite: frozenset[str], client: int) -> None:
-        super().__init__(may_be_infinite)
+    def __init__(
+        self, may_be_infinite: frozenset[str], codec: WireCodec | None, client: int
+    ) -> None:
+        super().__init__(may_be_infinite, codec)
         self.client = client
         self.answers: list[tuple[str, Payload]] = []
 
@@ -159,8 +162,9 @@ class Tap(Wire):
         client: int,
         direction: Direction,
         device: torch.device | None = None,
+        size: int | None = None,
     ) -> Any:
-        arrived = super().carry(tree, method, client, direction, device)
+        arrived = super().carry(tree, method, client, direction, device, size)
         is_answer = direction == "up" and method != Algorithm.evaluate.__name__
         if is_answer and client == self.client:
             self.answers.append((method, isolate(arrived)))
@@ -185,7 +189,8 @@ class Game:
             # Without augmentation, whose chance would only hide the canary.
             client.data = Images(data.pixels[:images], data.labels[:images], data.spec)
         self.client: Client = next(iter(clients_of(experiment).values()))
-        self.tap = Tap(experiment.algorithm.may_be_infinite, self.client.id)
+        codec = self.engine.wire.codec
+        self.tap = Tap(experiment.algorithm.may_be_infinite, codec, self.client.id)
         self.engine.wire = self.tap
         self.start = isolate((experiment.server.memory(), self.engine.memory()))
         privacy = experiment.config.privacy

@@ -22,6 +22,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.payload import Payload, State, isolate, leaves
 from barter.core.wire import Direction, Wire
+from barter.core.wire_codec import WireCodec
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 from barter.models.generators import resize_images
@@ -37,8 +38,8 @@ MIN_TEST_IMAGES = 20  # minimum number of test images
 class RecordingWire(Wire):
     """A wire that records the arguments and answers of each client, by method."""
 
-    def __init__(self, may_be_infinite: frozenset[str]) -> None:
-        super().__init__(may_be_infinite)
+    def __init__(self, may_be_infinite: frozenset[str], codec: WireCodec | None) -> None:
+        super().__init__(may_be_infinite, codec)
         self.answers: dict[int, dict[str, Payload]] = {}
         self.sent: dict[int, dict[str, Payload]] = {}  # arguments
 
@@ -92,7 +93,7 @@ def collect_uploads(experiment: Experiment) -> dict[int, Upload]:
 
     Clients that uploaded nothing are left out. The run's wire records from now on.
     """
-    wire = RecordingWire(experiment.algorithm.may_be_infinite)
+    wire = RecordingWire(experiment.algorithm.may_be_infinite, experiment.engine.wire.codec)
     experiment.engine.wire = wire
     experiment.step()
     clients = clients_of(experiment)

@@ -579,6 +579,18 @@ def show_config(
     describing.print_config(config, algorithm, settings)
 
 
+@show.command("wire")
+def show_wire(
+    config: ConfigFile = None,
+    algorithm: AlgorithmName = None,
+    settings: SettingsOption = None,
+) -> None:
+    """Show how each field that server and clients exchange is encoded, and its size in bytes."""
+    from barter.cli import describing
+
+    describing.print_wire(config, algorithm, settings)
+
+
 @show.command("images")
 def show_images(
     run: RunArgument,

@@ -10,10 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from barter.cli.common import SettingTexts, make_console, requested_values
+from barter.core.answers import largest_fields
 from barter.core.params import describe_fields
+from barter.core.wire_settings import list_fields
+from barter.runs.progress import format_bytes
+from barter.setup.assembly import assemble
 from barter.setup.config import find_algorithm, resolve, to_toml
 
-__all__ = ["print_algorithm", "print_config", "print_fields"]
+__all__ = ["print_algorithm", "print_config", "print_fields", "print_wire"]
+
+# Bytes of a float32 number that is encoded; WebP depends on the images.
+BYTES_PER_VALUE = {"half": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5, "uint8": 1.0}
 
 
 def print_algorithm(name: str) -> None:
@@ -33,6 +40,45 @@ def print_algorithm(name: str) -> None:
 def print_config(config: Path | None, algorithm: str | None, settings: SettingTexts) -> None:
     """Run `barter show config`."""
     sys.stdout.write(to_toml(resolve(requested_values(config, algorithm, settings))))
+
+
+def print_wire(config: Path | None, algorithm: str | None, settings: SettingTexts) -> None:
+    """Run `barter show wire`."""
+    resolved = resolve(requested_values(config, algorithm, settings))
+    federation = assemble(resolved)
+    client = federation.engine.client_ids[0]
+    known = federation.engine.knowledge_of(federation.server, client)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("direction", "field", "holds", "encoding"):
+        table.add_column(heading)
+    table.add_column("exact", justify="right")
+    table.add_column("encoded", justify="right")
+    limits: dict[str, int | None] = {}
+    for method in resolved.algorithm.crosses:
+        limits |= largest_fields(resolved.algorithm, method, known)
+    absent = tuple(f"{path}." for path, limit in limits.items() if limit == 0)
+    for row in list_fields(resolved.algorithm):
+        is_absent = limits.get(row.path) == 0 or row.path.startswith(absent)
+        if row.direction == "up" and is_absent:
+            continue  # This configuration does not send it.
+        encoding = resolved.wire.encoding_of(row.path, row.kind)
+        limit = limits.get(row.path) if row.direction == "up" else None
+        exact = "" if limit is None else format_bytes(limit)
+        encoded = ""
+        if limit is not None and encoding == "exact":
+            encoded = exact
+        elif limit is not None and encoding in BYTES_PER_VALUE and row.kind != "images":
+            per_value = min(BYTES_PER_VALUE[encoding], row.itemsize)
+            encoded = format_bytes(limit * per_value / row.itemsize)
+        table.add_row(row.direction, row.path, row.kind, encoding, exact, encoded)
+    console = make_console(wide=True)
+    console.print(f"{type(resolved.algorithm).__name__}, profile {resolved.wire}\n")
+    console.print(table)
+    console.print(
+        f"\nBytes are those of one answer of client {client}, at most, where shapes are known before "
+        "the run. Vectors, integers and numbers are always exact. `metrics.jsonl` has the bytes "
+        "that were sent."
+    )
 
 
 def print_fields(console: Console, kind: type, where: str, chosen: object = None) -> None:

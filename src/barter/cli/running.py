@@ -234,7 +234,7 @@ def _print_comparison(comparison: Comparison) -> None:
         table.add_row(
             *(f"[bold]{escape(text)}[/bold]" if best else escape(text) for text, best in row)
         )
-    width = None if sys.stdout.isatty() else 160
+    width = None if sys.stdout.isatty() else 200
     Console(highlight=False, emoji=False, width=width).print(table)
     if missing:
         more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""
@@ -307,7 +307,8 @@ def _drive(
         f"{type(config.algorithm).__name__} on {config.data.source}: "
         f"{pluralise(config.clients, 'client')}, "
         f"{pluralise(architectures, 'architecture')}, {pluralise(config.rounds, 'round')}, "
-        f"{experiment.device}{_thread_count(experiment.config.threads)}; folder {out}"
+        f"{experiment.device}{_thread_count(experiment.config.threads)}"
+        f"{_wire_profile(config)}; folder {out}"
     )
     _print_variant(console, config.algorithm)
     if experiment.round:
@@ -358,6 +359,11 @@ def _thread_count(threads: int | None) -> str:
     if threads < available:
         return f", {threads} of {available} threads"
     return f", {pluralise(threads, 'thread')}"
+
+
+def _wire_profile(config: Config) -> str:
+    """Describe how payloads are encoded, for the run's header; empty if they are exact."""
+    return "" if config.wire.is_exact else f", wire {config.wire}"
 
 
 def _close(
@@ -412,7 +418,7 @@ def _drive_flower(
     watcher.console.print(
         f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, "
         f"{pluralise(config.rounds, 'round')}"
-        f"{_thread_count(config.threads)}; folder {out}"
+        f"{_thread_count(config.threads)}{_wire_profile(config)}; folder {out}"
     )
     _print_variant(watcher.console, config.algorithm)
     execute = loopback.simulate if simulate else loopback.run_here

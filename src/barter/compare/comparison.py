@@ -33,9 +33,12 @@ from barter.runs.summary import (
     Comparative,
     Question,
     Results,
+    cumulative_bytes,
+    cumulative_seconds,
     heading,
     is_share,
     known_metrics,
+    mean_positions,
     metric_curves,
     metric_value,
     summarise,
@@ -297,7 +300,8 @@ class Comparison:
 
         Returns:
             The summary, the names of unfinished runs, and the files: the table as Markdown, LaTeX
-            and CSV, all rounds as CSV, and the curves as SVG, PDF and PNG.
+            and CSV, all rounds as CSV, and the curves as SVG, PDF and PNG, by round and, if time
+            is simulated, by time and by bytes.
 
         Raises:
             CheckpointError: No run is finished yet.
@@ -318,10 +322,38 @@ class Comparison:
             paths.append(self.folder / name)
             replace_text(paths[-1], text)
         metric = compared.question.metric
+        curves = metric_curves(results, metric)
+        label = curve_label(results, metric)
         for ending in ("svg", "pdf", "png"):
             paths.append(self.folder / f"curves.{ending}")
-            draw_curves(metric_curves(results, metric), curve_label(results, metric), paths[-1])
+            draw_curves(curves, label, paths[-1])
+        # By simulated time and by bytes, if the time of every run is simulated.
+        if all(row.simulated.values for row in compared.rows):
+            for ending in ("svg", "pdf", "png"):
+                for name, (positions, axis) in cost_positions(results).items():
+                    paths.append(self.folder / f"curves-{name}.{ending}")
+                    draw_curves(curves, label, paths[-1], positions, axis)
         return compared, missing, paths
+
+
+def cost_positions(results: Results) -> dict[str, tuple[dict[str, dict[int, float]], str]]:
+    """Return where each round is along axes of simulated time and of bytes.
+
+    Returns:
+        "time" and "bytes" -> method -> round -> position, and the label of the axis.
+    """
+    hours = {
+        name: {t: s / 3600 for t, s in mean_positions(runs, cumulative_seconds).items()}
+        for name, runs in results.items()
+    }
+    gigabytes = {
+        name: {t: n / 1e9 for t, n in mean_positions(runs, cumulative_bytes).items()}
+        for name, runs in results.items()
+    }
+    return {
+        "time": (hours, "simulated time (hours)"),
+        "bytes": (gigabytes, "bytes of all clients, both ways (GB)"),
+    }
 
 
 def curve_label(results: Results, metric: str) -> str:

@@ -21,6 +21,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops.misc import Conv2dNormActivation
 
 from barter.compute.activations import ACTIVATION_NAMES, NONE, RELU, Activation, apply_activation
+from barter.compute.flops import mark_padding
 from barter.compute.graphs import has_hooks
 
 __all__ = ["FusedNorm", "fuse"]
@@ -151,7 +152,8 @@ def by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     kernel = kernel.index_copy(1, _tap_positions(c, x.device), taps)
     kernel = kernel.view(-1, 4, 4, 16)
 
-    return F.conv2d(blocks.permute(0, 3, 1, 2), kernel.permute(0, 3, 1, 2), bias)
+    kernel = mark_padding(kernel.permute(0, 3, 1, 2), 7 * 7 * c, 4 * 4 * 16)
+    return F.conv2d(blocks.permute(0, 3, 1, 2), kernel, bias)
 
 
 @cache

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from barter.compute import lanes, precision
 from barter.compute.batches import Batch, flatten, refill, shape_key
+from barter.compute.flops import add_flops, set_aside
 from barter.compute.lanes import Lane
 
 __all__ = [
@@ -126,7 +127,8 @@ class Graphs:
         try:
             graph.capture_begin(pool=lane.pool, capture_error_mode="thread_local")
             try:
-                values = self.eager(work, refill(batch, inputs))
+                with set_aside() as count:
+                    values = self.eager(work, refill(batch, inputs))
             finally:
                 graph.capture_end()
         except (RuntimeError, TypeError) as error:
@@ -144,7 +146,8 @@ class Graphs:
                 gc.enable()
             self.tidy()
             torch.cuda.empty_cache()  # The eager steps' memory is not needed again.
-        return Captured(graph, inputs, values, [*self.modules, *modules_of(contents(work))])
+        modules = [*self.modules, *modules_of(contents(work))]
+        return Captured(graph, inputs, values, modules, count.total)
 
 
 class Forward(Graphs):
@@ -208,11 +211,13 @@ class Captured:
         inputs: list[Tensor],
         values: Any,
         modules: Sequence[nn.Module],
+        flops: int = 0,
     ) -> None:
         self.graph = graph
         self.inputs = inputs
         self.values = values
         self.modules = modules
+        self.flops = flops  # Operations of a replay, if they were counted at the capture.
         self.addresses = self._addresses()
 
     def _addresses(self) -> list[int]:
@@ -229,6 +234,7 @@ class Captured:
         if tensors:
             torch._foreach_copy_(self.inputs, tensors, non_blocking=True)
         self.graph.replay()
+        add_flops(self.flops)
         torch.autograd.graph.increment_version(self.values)
         return self.values
 

@@ -133,6 +133,10 @@ class Algorithm(Generic[S, C]):
     aggregates: ClassVar[tuple[Aggregate, ...]] = ()
     # Remote methods whose payloads may contain NaN or infinity.
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()
+    # Remote methods that only store what the server sends to all clients, in the client's memory
+    # and not in its network. With many clients they run when a client next takes part, see
+    # `remaining`.
+    deferrable: ClassVar[frozenset[str]] = frozenset()
     # Fields, properties or methods that contracts use as sizes, see `core/contracts.py`.
     sizes: ClassVar[tuple[str, ...]] = ()
     # Former name of a field -> its name; files with the former name stay readable.
@@ -244,6 +248,22 @@ class Algorithm(Generic[S, C]):
             t: The round's number, from 1 on.
         """
         raise NotImplementedError
+
+    def remaining(
+        self, method: str, earlier: tuple[Any, ...], later: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
+        """Return what is left of a call of a `deferrable` method that a later call follows.
+
+        Args:
+            method: The method.
+            earlier: The arguments of the earlier call.
+            later: The arguments of the later call.
+
+        Returns:
+            Arguments with which the earlier call has the same effect before the later one; None if
+            the later call replaces all that the earlier one stored.
+        """
+        return None
 
     def evaluate(self, client: C) -> dict[str, float]:
         """Return a client's metrics for the round's record and clear its report.

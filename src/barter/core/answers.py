@@ -54,6 +54,7 @@ __all__ = [
     "Shapes",
     "Valid",
     "largest_answer",
+    "largest_fields",
     "require_valid_answer",
     "shapes_of",
     "validate",
@@ -231,6 +232,17 @@ def largest_answer(
     schema = compile_method(algorithm, method)
     sizes = _collect_sizes(algorithm, schema, sent, known)
     return _ByteLimit(algorithm, known).of(schema.answer, sizes)
+
+
+def largest_fields(algorithm: object, method: str, known: Known) -> dict[str, int | None]:
+    """Return the largest size in bytes of each field of a valid answer, by its path.
+
+    Paths are those of `core/wire_settings.py`. None stands for a size that the contract does not
+    bound before the call.
+    """
+    schema = compile_method(algorithm, method)
+    sizes = _collect_sizes(algorithm, schema, (), known)
+    return dict(_ByteLimit(algorithm, known).fields(schema.answer, method, sizes))
 
 
 def _collect_sizes(
@@ -741,6 +753,18 @@ class _ByteLimit:
     def total(self, schemas: Iterable[Schema], sizes: Sizes) -> int | None:
         """Return the sum of the largest sizes; None if one of them is not bounded."""
         return _if_all_known(sum, [self.of(schema, sizes) for schema in schemas])
+
+    def fields(self, schema: Schema, path: str, sizes: Sizes) -> Iterator[tuple[str, int | None]]:
+        """Yield path and largest size of the fields of an answer; those of lists have none."""
+        sizes = _add_names(schema, sizes)
+        if isinstance(schema, RecordSchema) and schema.is_present(self.algorithm) is not False:
+            limits: dict[str, int] = {}
+            for part in schema.children():
+                limits |= self.size_limits(part, sizes)
+            for key, part in schema.fields.items():
+                yield from self.fields(part, f"{path}.{key}", sizes.new_child(limits))
+        else:
+            yield path, self.of(schema, sizes)
 
     def size_limits(self, schema: Schema, sizes: Sizes) -> Iterator[tuple[str, int]]:
         """Yield upper bounds of the sizes that occur first in a part with this schema.

@@ -56,6 +56,7 @@ class Replies(dict[int, R], Generic[R]):
     Attributes:
         num_examples: The number of images of each client that answered.
         failures: The failure of each client that did not answer.
+        deferred: True if the clients run the method when they next take part.
 
     >>> from barter import Replies
     >>> replies = Replies({2: 0.5, 0: 1.0}, num_examples={0: 30, 1: 20, 2: 10}, failures={})
@@ -75,6 +76,7 @@ class Replies(dict[int, R], Generic[R]):
         self.num_examples = {k: num_examples[k] for k in self}
         self.failures = dict(sorted(failures.items()))
         self.excuse = excuse
+        self.deferred = False
 
     def map(self, work: Callable[[int, R], T]) -> Replies[T]:
         """Apply a function to every answer and return the results.
@@ -286,7 +288,8 @@ class Clients(Sequence[int]):
             return Replies({}, {}, {})
         name = method.__name__
         replies = self._engine.call(name, args)
-        self._engine.participants.update(replies)
+        if not replies.deferred:
+            self._engine.participants.update(replies)
 
         def excuse(
             errors: Mapping[int, Exception], before: Mapping[int, Failure]

@@ -29,6 +29,8 @@ from typing import Literal, TypeAlias
 import torch
 
 __all__ = [
+    "Content",
+    "ContentKind",
     "Counts",
     "DistinctClasses",
     "Entries",
@@ -50,6 +52,8 @@ BOUND = 1e6
 # Largest magnitude of all other numbers: integers up to here are exact in float64.
 EXACT_LIMIT = 2.0**53
 Size: TypeAlias = int | str
+# What a field of a payload holds, by which its encoding at the wire is chosen.
+ContentKind: TypeAlias = Literal["weights", "images", "logits", "embeddings", "values", "exact"]
 # Sizes that every run has.
 RUN_SIZES = frozenset(
     {"classes", "channels", "height", "width", "features", "examples", "last_class"}
@@ -191,6 +195,19 @@ class Room:
     """
 
     most: Size
+
+
+@dataclass(frozen=True)
+class Content:
+    """For any type: what its tensors hold, if their annotations do not say it.
+
+    The encoding at the wire depends on it, see `core/wire_settings.py`. It is not checked.
+
+    Attributes:
+        kind: What the tensors hold; "exact" for values that the method needs to the last bit.
+    """
+
+    kind: ContentKind
 
 
 @dataclass(frozen=True)

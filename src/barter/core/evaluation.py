@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from barter.compute import lanes, precision
+from barter.compute.flops import add_flops, set_aside
 from barter.compute.graphs import Forward
 from barter.core.images import Images
 from barter.core.metrics import Evaluation, measure
@@ -70,10 +71,13 @@ def _predict_by_graph(forward: Forward, function: OfBatch, batch: OfBatch, index
     """
     size = max(PREDICT_CHUNK // 5, min(PREDICT_CHUNK, 2**24 // max(1, batch(index[:1]).numel())))
     padded = torch.cat([index, index[:1].expand(-len(index) % size)])
-    values = [
-        forward.take(function, [batch(part)]).to(torch.float32, copy=True)
-        for part in torch.split(padded, size)
-    ]
+    with set_aside() as counted:
+        values = [
+            forward.take(function, [batch(part)]).to(torch.float32, copy=True)
+            for part in torch.split(padded, size)
+        ]
+    # Padding is not part of the work.
+    add_flops(counted.total * len(index) // len(padded))
     lanes.wait_for_device()
     return torch.cat(values)[: len(index)]
 
@@ -132,9 +136,10 @@ def evaluate_client(client: Client, local_offset: Tensor | None = None) -> dict[
     metrics: dict[str, float] = {}
     # The mode is set even if no test is due, so that skipping tests has no other effect.
     client.model.eval()
-    for test, data in tests_due(client).items():
-        by_class = local_offset if test in ("local", "val_local") else None
-        metrics |= score(client.model, data, test, client.evaluation, by_class)
+    with set_aside():  # Evaluation serves the experimenter; it is not the method's work.
+        for test, data in tests_due(client).items():
+            by_class = local_offset if test in ("local", "val_local") else None
+            metrics |= score(client.model, data, test, client.evaluation, by_class)
     return metrics
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "Images",
     "PrivateTraining",
     "Sealed",
+    "SharedImages",
     "Spec",
     "augment_images",
     "channel_statistics",
@@ -137,6 +138,67 @@ class Images:
         return prepare_batch(
             self.pixels[index], self.spec, self.augment if augmented else Augment()
         )
+
+
+class SharedImages(Images):
+    """Some images of a larger set, by index; they are gathered when they are used.
+
+    Args:
+        source: The larger set, whose storage is shared.
+        index: The indices of the images, or a function that computes them.
+        augment: Random augmentation; None for none.
+    """
+
+    def __init__(
+        self, source: Images, index: Tensor | Callable[[], Tensor], augment: Augment | None = None
+    ) -> None:
+        self._source = source
+        self._find = index
+        self.spec = source.spec
+        self.augment = augment or Augment()
+
+    @property
+    def index(self) -> Tensor:
+        """Return the indices of the images in the larger set."""
+        if isinstance(self._find, Tensor):
+            return self._find
+        if "_index" not in self.__dict__:
+            self._index = self._find().to(self.device)
+        return self._index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def device(self) -> torch.device:
+        return self._source.device
+
+    @property
+    def side(self) -> int:
+        return self._source.side
+
+    def __getattr__(self, name: str) -> Any:
+        """Gather pixels or labels when they are first read."""
+        if name not in ("pixels", "labels"):
+            raise AttributeError(name)
+        gathered = getattr(self._source, name)[self.index]
+        setattr(self, name, gathered)
+        return gathered
+
+    def release(self) -> None:
+        """Drop what was gathered or computed; it is gathered again when it is next used."""
+        for name in ("pixels", "labels", "_index"):
+            self.__dict__.pop(name, None)
+
+    def fingerprint(self) -> str:
+        index = self.index
+        return fingerprint(self._source.pixels[index], self._source.labels[index])
+
+    def batch(self, index: Tensor, *, augmented: bool = False) -> Tensor:
+        if "pixels" in self.__dict__:
+            return super().batch(index, augmented=augmented)
+        pixels = self._source.pixels[self.index[index]]
+        return prepare_batch(pixels, self.spec, self.augment if augmented else Augment())
 
 
 @dataclass(frozen=True)

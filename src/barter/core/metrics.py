@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -13,10 +13,20 @@ from torch import Tensor
 from barter.core import seeds
 from barter.core.params import Count, check_fields
 
-__all__ = ["Evaluation", "Metric", "auc", "calibration_error", "macro_f1", "measure"]
+__all__ = [
+    "MANY_CLIENTS",
+    "Evaluation",
+    "Metric",
+    "auc",
+    "calibration_error",
+    "macro_f1",
+    "measure",
+]
 
 Metric: TypeAlias = Literal["loss", "macro_f1", "auc", "calibration", "per_class"]
 
+# From more clients than this on, a round's cost should depend on the sampled clients only.
+MANY_CLIENTS = 100
 BINS = 15  # Number of confidence bins of the calibration error.
 
 
@@ -36,8 +46,8 @@ class Evaluation:
     # rounds between two evaluations; the first and the last round are always evaluated
     every: Count = 1
     # evaluated clients: all, those that took part in the round (sampled), or this number of
-    # clients, the same in every round
-    clients: Literal["all", "sampled"] | Count = "all"
+    # clients, the same in every round; auto is all of up to 100 clients, of more the sampled ones
+    clients: Literal["auto", "all", "sampled"] | Count = "auto"
     # metrics besides accuracy: loss, macro_f1, auc (macro average, one class against the rest),
     # calibration (expected calibration error), per_class (accuracy of each class)
     metrics: tuple[Metric, ...] = ()
@@ -63,13 +73,30 @@ class Evaluation:
             ids: All clients of the run.
             participants: The clients that took part in this round so far.
         """
-        if self.clients == "all":
+        clients = self.settle(len(ids)).clients
+        if clients == "all":
             return True
-        if self.clients == "sampled":
+        if clients == "sampled":
             return client in participants
+        return client in self.choose(ids, participants)
+
+    def choose(self, ids: Collection[int], participants: Collection[int]) -> Set[int]:
+        """Return all clients that are evaluated in a round that is due; see `includes`."""
+        clients = self.settle(len(ids)).clients
+        if clients == "all":
+            return set(ids)
+        if isinstance(clients, str):
+            return set(participants)
         generator = torch.Generator().manual_seed(seeds.stream_seed(0, "evaluated clients"))
-        order = torch.randperm(len(ids), generator=generator)[: self.clients]
-        return client in {sorted(ids)[i] for i in order.tolist()}
+        order = torch.randperm(len(ids), generator=generator)[:clients]
+        listed = sorted(ids)
+        return {listed[i] for i in order.tolist()}
+
+    def settle(self, clients: int) -> Evaluation:
+        """Return the evaluation of a run with this number of clients: auto becomes a choice."""
+        if self.clients != "auto":
+            return self
+        return replace(self, clients="all" if clients <= MANY_CLIENTS else "sampled")
 
     def runs(self, test: str) -> bool:
         """Return whether a test set is used.

@@ -21,6 +21,8 @@ __all__ = ["Client", "Monitor", "Node", "Server", "Silence"]
 # Key in a client's memory under which it counts the releases of protected parts.
 RELEASED = "released"
 
+DEFAULT_EVALUATION = Evaluation()
+
 T = TypeVar("T")
 
 
@@ -57,7 +59,7 @@ class Node:
         self.public = public
         self.architecture = "server"  # Nodes with the same name have the same architecture.
         self.monitor: Monitor = Silence()
-        self.evaluation = Evaluation()  # The test sets to use and the metrics to compute.
+        self.evaluation = DEFAULT_EVALUATION  # The test sets to use and the metrics to compute.
         self.tested = True  # True if the node is evaluated in this round.
         self.report: dict[str, float] = {}  # Numbers for the round's record.
         for name in self.memory_names():
@@ -124,9 +126,14 @@ class Node:
         The tensors are those in use: a caller that keeps the result must `isolate` it.
         """
         state: dict[str, Payload] = {name: getattr(self, name) for name in self.memory_names()}
-        if self.model_or_none is not None:
-            state["model"] = dict(self.model.state_dict())
+        weights = self.weights()
+        if weights is not None:
+            state["model"] = weights
         return state
+
+    def weights(self) -> State | None:
+        """Return the current weights of the node's model; None if it has none."""
+        return None if self.model_or_none is None else dict(self.model.state_dict())
 
     def holdings(self) -> list[Any]:
         """Return all leaves of this node's memory except the model's weights."""
@@ -141,10 +148,13 @@ class Node:
         for name in self.memory_names():
             setattr(self, name, isolate(getattr(self, name), device))
 
+    def model_bytes(self) -> int:
+        """Return the size of the node's model in bytes."""
+        return 0 if self.model_or_none is None else lanes.footprint(self.model_or_none)
+
     def footprint(self) -> int:
         """Return the size of the node's model and memory in bytes."""
-        model = 0 if self.model_or_none is None else lanes.footprint(self.model_or_none)
-        return model + nbytes(self.holdings())
+        return self.model_bytes() + nbytes(self.holdings())
 
     def recall(self, memory: Mapping[str, Payload]) -> None:
         """Restore the state that `memory` returned.

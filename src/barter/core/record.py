@@ -34,6 +34,9 @@ class Round:
     primary: Primary = "clients"  # The model whose accuracy is the method's headline.
     # What a reader should know of the round, such as that the accuracy fell to chance.
     warnings: list[str] = dataclasses.field(default_factory=list)
+    # Method, "server" or "round" -> seconds in the simulated network; empty if there is none.
+    simulated: dict[str, float] = dataclasses.field(default_factory=dict)
+    wire: str = "exact"  # The profile by which payloads were encoded, and its exceptions.
 
     def values(self, metric: str, clients: Collection[int] | None = None) -> dict[int, float]:
         """Return the value of a metric for each client that reports it.
@@ -66,6 +69,19 @@ class Round:
             raise KeyError(f"no client reports {metric!r}; there are: {', '.join(known)}")
         return sum(values.values()) / len(values)
 
+    def describe_clients(self, test: str) -> str:
+        """Return which clients a test set was used on, for labels; empty if it was all of them.
+
+        Clients count as sampled if they are those that took part in the round. Adversarial clients
+        are never evaluated.
+        """
+        honest = {k for k, metrics in self.clients.items() if "adversarial" not in metrics}
+        tested = self.values(test).keys()
+        if tested == honest:
+            return ""
+        sampled = "sampled " * (tested == honest & set(self.participants))
+        return f"{len(tested)} {sampled}client{'s' * (len(tested) != 1)}"
+
     def headline(self, test: str = "global") -> float | None:
         """Return the primary model's accuracy on a test set; None if not evaluated.
 
@@ -80,6 +96,11 @@ class Round:
     def traffic(self, direction: str) -> int:
         """Return the total bytes "up" or "down"; evaluation does not count."""
         return sum(count[direction] for count in self.bytes.values())
+
+    @property
+    def simulated_seconds(self) -> float | None:
+        """Return how long the round takes in the simulated network; None if there is none."""
+        return self.simulated.get("round")
 
     def scalars(self) -> dict[str, float]:
         """Return all numbers under flat names for experiment trackers.
@@ -98,12 +119,16 @@ class Round:
             flat[f"bytes/{direction}"] = self.traffic(direction)
         for phase, seconds in self.seconds.items():
             flat[f"seconds/{phase}"] = seconds
+        for phase, seconds in self.simulated.items():
+            flat[f"simulated_seconds/{phase}"] = seconds
         flat["failures"] = len(self.failures)
         return flat
 
     def to_json(self) -> str:
         """Return the record as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
+        # The fields are plain data. `asdict` would copy the metrics of thousands of clients.
+        names = [field.name for field in dataclasses.fields(self)]
+        return json.dumps({name: getattr(self, name) for name in names})
 
     @classmethod
     def from_json(cls, line: str) -> Round:
@@ -134,7 +159,7 @@ class Round:
             KeyError: If the seconds lack "round", or the bytes of a method "up" or "down".
         """
         numbers: list[object] = [self.round, self.seconds["round"], *self.participants]
-        for metrics in (self.server, self.seconds, *self.clients.values()):
+        for metrics in (self.server, self.seconds, self.simulated, *self.clients.values()):
             numbers += metrics.values()
         for traffic in self.bytes.values():
             numbers += [traffic["up"], traffic["down"]]
@@ -142,5 +167,6 @@ class Round:
             all(isinstance(number, int | float) for number in numbers)
             and isinstance(self.failures, list)
             and isinstance(self.warnings, list)
+            and isinstance(self.wire, str)
             and self.primary in ("server", "clients")
         )

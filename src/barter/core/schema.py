@@ -29,6 +29,8 @@ from torch import Tensor
 
 from barter.core.contracts import (
     RUN_SIZES,
+    Content,
+    ContentKind,
     Counts,
     Entries,
     Floats,
@@ -72,6 +74,8 @@ class Schema:
     when: str = ""  # The algorithm's field or property that decides about it; empty for none.
     names: tuple[Named, ...] = ()  # Further names of sizes inside of it.
     room: Size | None = None  # Largest size in bytes, where an annotation gives one.
+    # What its tensors hold, where an annotation says so; empty otherwise.
+    content: ContentKind | Literal[""] = ""
 
     def is_present(self, algorithm: object) -> bool | None:
         """Return whether a part must be present; None if no `When` decides it.
@@ -257,12 +261,14 @@ def compile_hint(hint: Any) -> Schema:
     schema = _compile_type(kind, marks)
     when = _find(When, marks)
     room = _find(Room, marks)
+    content = _find(Content, marks)
     return replace(
         schema,
         optional=optional,
         when="" if when is None else when.says,
         names=tuple(mark for mark in marks if isinstance(mark, Named)),
         room=None if room is None else room.most,
+        content="" if content is None else content.kind,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from barter.core.errors import ConfigError
-from barter.core.images import Augment, Images, Spec, prepare_batch
+from barter.core.images import Augment, Images, SharedImages, Spec, prepare_batch
 from barter.core.params import BY_PYTHON, Range, Side, check_fields
 from barter.core.seeds import stream_seed
 from barter.data.dataset import Dataset, HoldOut, from_python
@@ -152,7 +153,13 @@ class Task:
 
 
 def make_task(
-    data: Data, partition: Partition, clients: int, seed: int, device: torch.device
+    data: Data,
+    partition: Partition,
+    clients: int,
+    seed: int,
+    device: torch.device,
+    *,
+    shared: bool = False,
 ) -> Task:
     """Load the data, split it over the clients, and put it on the device.
 
@@ -162,6 +169,7 @@ def make_task(
         clients: The number of clients.
         seed: The run's seed.
         device: The device that holds all images.
+        shared: Clients hold indices of their images instead of copies, for many clients.
 
     Raises:
         ConfigError: If the data cannot be loaded or split this way.
@@ -186,7 +194,13 @@ def make_task(
     )
     global_test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
 
+    everything = None
+    if shared:
+        everything = Images(dataset.x_train.to(device), dataset.y_train.to(device), spec)
+
     def training_images(index: np.ndarray[Any, Any], augment: Augment) -> Images:
+        if everything is not None:
+            return SharedImages(everything, torch.as_tensor(index).to(device), augment)
         pixels = dataset.x_train[index].to(device)
         return Images(pixels, dataset.y_train[index].to(device), spec, augment)
 
@@ -202,9 +216,18 @@ def make_task(
     if dataset.own_tests and brought:
         local_tests = [Images(x.to(device), y.to(device), spec) for x, y in dataset.own_tests]
     else:
-        local_tests = [
-            _local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)
-        ]
+        test_groups = _groups(dataset.domain_test, dataset.y_test, dataset)
+        available = set(np.unique(test_groups).tolist())
+        local_tests = []
+        for k, part in enumerate(parts):
+            _require_tests(dataset, available, part, k)
+            choose = partial(_local_test, dataset, test_groups, part, seed, k)
+            if shared:
+                local_tests.append(SharedImages(global_test, choose))
+            else:
+                index = choose()
+                pixels = dataset.x_test[index].to(device)
+                local_tests.append(Images(pixels, dataset.y_test[index].to(device), spec))
     public = public_data(data, spec, device)
     n_domains = len(dataset.domains)
     domain_counts = [
@@ -406,15 +429,41 @@ def _hash(image: np.ndarray[Any, Any]) -> bytes:
     return hashlib.blake2b(image.data, digest_size=16).digest()
 
 
+def _groups(domains: Tensor, labels: Tensor, dataset: Dataset) -> np.ndarray[Any, Any]:
+    """Return a number for each image that tells its domain and class."""
+    groups: np.ndarray[Any, Any] = (domains * len(dataset.classes) + labels).numpy()
+    return groups
+
+
+def _require_tests(
+    dataset: Dataset, available: Set[int], part: np.ndarray[Any, Any], client: int
+) -> None:
+    """Raise if the test set has no image of any of a client's domains and classes."""
+    groups = np.unique(_groups(dataset.domain_train[part], dataset.y_train[part], dataset))
+    if available.isdisjoint(groups.tolist()):
+        raise ConfigError(
+            f"client {client} holds classes {groups.tolist()} that the test set does not have"
+        )
+
+
 def _local_test(
     dataset: Dataset,
+    test_groups: np.ndarray[Any, Any],
     part: np.ndarray[Any, Any],
-    spec: Spec,
     seed: int,
     client: int,
-    device: torch.device,
-) -> Images:
-    """Sample the largest test set with the client's class and domain frequencies.
+) -> Tensor:
+    """Sample the largest local test set with the client's distribution of classes and domains.
+
+    Args:
+        dataset: The data of all clients.
+        test_groups: Domain and class of each test image.
+        part: Indices of the client's training images.
+        seed: The run's seed.
+        client: The client's id.
+
+    Returns:
+        Indices of test images in ascending order.
 
     Frequencies are those among the client's training and validation images.
 
@@ -422,20 +471,13 @@ def _local_test(
         ConfigError: The test set has none of the client's classes.
     """
     rng = np.random.default_rng(stream_seed(seed, "local test", client))
-    classes = len(dataset.classes)
-    train_groups = (dataset.domain_train * classes + dataset.y_train)[part].numpy()
-    test_groups = (dataset.domain_test * classes + dataset.y_test).numpy()
+    train_groups = _groups(dataset.domain_train[part], dataset.y_train[part], dataset)
     groups, counts = np.unique(train_groups, return_counts=True)
     available = np.array([(test_groups == group).sum() for group in groups])
     present = available > 0
     groups = groups[present]
     counts = counts[present]
     available = available[present]
-    if not len(groups):
-        missing = np.unique(train_groups).tolist()
-        raise ConfigError(
-            f"client {client} holds classes {missing} that the test set does not have"
-        )
     total = counts.sum()
     # The scarcest group limits the size.
     size = np.floor(min(available / counts) * total + 1e-9)
@@ -443,5 +485,4 @@ def _local_test(
     for group, count in zip(groups, counts, strict=True):
         shuffled = rng.permutation(np.flatnonzero(test_groups == group))
         chosen.append(shuffled[: max(1, round(size * count / total))])
-    index = torch.as_tensor(np.sort(np.concatenate(chosen)))
-    return Images(dataset.x_test[index].to(device), dataset.y_test[index].to(device), spec)
+    return torch.as_tensor(np.sort(np.concatenate(chosen)))

@@ -9,7 +9,7 @@ import statistics
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from barter.compute import lanes
+from barter.compute.flops import count_flops
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.answers import Known, Valid, shapes_of, validate
@@ -26,8 +27,10 @@ from barter.core.metrics import Evaluation
 from barter.core.model import Classifier
 from barter.core.nodes import Monitor, Server, Silence
 from barter.core.outliers import OutlierComparison, compare_answers, find_large_logits, probe
-from barter.core.payload import Payload, State, leaves, map_leaves, to_floats
+from barter.core.payload import Payload, State, leaves, map_leaves, nbytes, to_floats
 from barter.core.wire import Wire
+from barter.core.wire_codec import WireCodec
+from barter.engines.network import Clock
 from barter.privacy.parts import nonempty_parts
 from barter.privacy.side_information import RESULTS, holds_metrics
 
@@ -49,11 +52,12 @@ class BaseEngine:
         seed: int,
         min_clients: int | None,
         monitor: Monitor | None,
+        codec: WireCodec | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.seed = seed
         self.min_clients = min_clients
-        self.wire = Wire(algorithm.may_be_infinite)
+        self.wire = Wire(algorithm.may_be_infinite, codec)
         self.watched = monitor or Silence()
         self.round = 0
         self.evaluation = Evaluation()  # The test sets that clients use, and when.
@@ -64,14 +68,18 @@ class BaseEngine:
         self.seconds: defaultdict[str, float] = defaultdict(float)  # By phase.
         # (round, method, client) -> number of calls.
         self._calls: Counter[tuple[int, str, int]] = Counter()
+        self._calls_round = 0  # The round of these calls.
         # Client -> part of its answers, or side information -> number of uploads.
         self.crossed: dict[int, dict[str, int]] = {}
         # Client -> ε of everything it has released, as it reports with its answers.
         self.reported_epsilon: dict[int, float] = {}
         self.adversarial: Sequence[int] = ()  # Simulated adversarial clients.
+        self.clock: Clock | None = None  # Simulated time; None if no network is simulated.
         self.server: Server | None = None  # None in the engine of a single site.
         self._capped: set[int] = set()  # Clients whose claimed image count was capped.
         self._known: dict[int, Known] = {}
+        # Function that builds a network -> what is known of each client that has this network.
+        self._known_networks: dict[Callable[[], Classifier] | None, Known] = {}
         # Client -> its answer to the current call, as its contract knows it.
         self._valid: dict[int, Valid] = {}
         # The accepted answer of this round that is largest in comparison: round, client, method.
@@ -110,6 +118,16 @@ class BaseEngine:
         An engine without such streams changes nothing.
         """
         return nullcontext()
+
+    @contextmanager
+    def count_server_work(self) -> Iterator[None]:
+        """Add the server's work inside the block to the simulated time, if there is any."""
+        if self.clock is None:
+            yield
+            return
+        with count_flops() as count:
+            yield
+        self.clock.add_server_work(count.total)
 
     def examples(self, client: int) -> int:
         """Return a client's number of images, as the client reports it."""
@@ -162,6 +180,7 @@ class BaseEngine:
         """
         self.server = server
         self._known.clear()
+        self._known_networks.clear()
 
     def knowledge_of(self, server: Server, client: int) -> Known:
         """Return what the server knows of a client, which contracts may refer to.
@@ -171,45 +190,60 @@ class BaseEngine:
         build, it is the number of images, the algorithm's feature width and the server's weights.
         """
         if client not in self._known:
-            has_model = server.model_or_none is not None
-            server_weights = shapes_of(server.model.state_dict()) if has_model else {}
-            server_parameters = server.model.named_parameters() if has_model else ()
-            parameters = frozenset(name for name, _ in server_parameters)
-            known = Known(
-                server.spec,
-                self.examples(client),
-                features=self.algorithm.feature_width,
-                server=server_weights,
-                parameters=parameters,
-            )
-            if client in server.architectures:
-                network = server.architectures[client]()
-                outgoing = self.algorithm.outgoing(network)
-                weights = shapes_of(outgoing)
-                initial: dict[str, tuple[float, float]] = {}
-                tables: dict[str, tuple[int, int]] = {}
-                for name, value in outgoing.items():
-                    if value.is_floating_point() and value.numel():
-                        peak = torch.linalg.vector_norm(value, math.inf)
-                        rms = torch.linalg.vector_norm(value) / math.sqrt(value.numel())
-                        initial[name] = (float(peak), float(rms))
-                    elif value.dtype == torch.int64 and value.numel() > 1:
-                        smallest = int(value.amin())
-                        largest = int(value.amax())
-                        # Counters start from equal numbers and may grow.
-                        if smallest < largest:
-                            tables[name] = (smallest, largest)
-                parameters |= {name for name, _ in network.named_parameters()}
-                known = replace(
-                    known,
-                    features=network.feature_dim,
-                    weights=weights,
-                    parameters=parameters,
-                    initial=initial,
-                    tables=tables,
-                )
-            self._known[client] = known
+            build = server.architectures.get(client)
+            # Clients with the same network share what is known of it, however many they are.
+            if build not in self._known_networks:
+                self._known_networks[build] = self._knowledge_of_network(server, build)
+            known = self._known_networks[build]
+            self._known[client] = replace(known, examples=self.examples(client))
         return self._known[client]
+
+    def _knowledge_of_network(
+        self, server: Server, build: Callable[[], Classifier] | None
+    ) -> Known:
+        """Return the server's knowledge of any client with this network.
+
+        Args:
+            server: The server.
+            build: Builds the network; None if the server cannot.
+        """
+        has_model = server.model_or_none is not None
+        server_weights = shapes_of(server.model.state_dict()) if has_model else {}
+        server_parameters = server.model.named_parameters() if has_model else ()
+        parameters = frozenset(name for name, _ in server_parameters)
+        known = Known(
+            server.spec,
+            0,
+            features=self.algorithm.feature_width,
+            server=server_weights,
+            parameters=parameters,
+        )
+        if build is None:
+            return known
+        network = build()
+        outgoing = self.algorithm.outgoing(network)
+        weights = shapes_of(outgoing)
+        initial: dict[str, tuple[float, float]] = {}
+        tables: dict[str, tuple[int, int]] = {}
+        for name, value in outgoing.items():
+            if value.is_floating_point() and value.numel():
+                peak = torch.linalg.vector_norm(value, math.inf)
+                rms = torch.linalg.vector_norm(value) / math.sqrt(value.numel())
+                initial[name] = (float(peak), float(rms))
+            elif value.dtype == torch.int64 and value.numel() > 1:
+                smallest, largest = int(value.amin()), int(value.amax())
+                # Counters start from equal numbers and may grow.
+                if smallest < largest:
+                    tables[name] = (smallest, largest)
+        parameters |= {name for name, _ in network.named_parameters()}
+        return replace(
+            known,
+            features=network.feature_dim,
+            weights=weights,
+            parameters=parameters,
+            initial=initial,
+            tables=tables,
+        )
 
     def receive_answer(
         self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
@@ -230,15 +264,35 @@ class BaseEngine:
         list(leaves(answer, method))  # Raises if the answer is not a payload.
         # Parts are counted first: a rejected answer has left its client all the same.
         self.count_release(client, self.parts(method, answer))
-        return self.check_answer(answer, method, client, sent)
+        answer, size = self.open_answer(answer, method, client)
+        return self.check_answer(answer, method, client, sent, size)
+
+    def open_answer(self, answer: Payload, method: str, client: int) -> tuple[Payload, int | None]:
+        """Return an answer as the server decodes it, and its encoded size.
+
+        The size is None if answers are sent as they are.
+        """
+        return self.wire.transmit(answer, method, client, "up")
 
     def check_answer(
-        self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
+        self,
+        answer: Payload,
+        method: str,
+        client: int,
+        sent: tuple[Any, ...],
+        size: int | None = None,
     ) -> Payload:
-        """Check an answer whose parts were counted, and return it isolated.
+        """Check a decoded answer whose parts were counted, and return it isolated.
 
         Image counts are capped, see `cap_counts`. The engine of a single site has no server: there
         the answer passes and is checked by the server that receives it.
+
+        Args:
+            answer: The answer.
+            method: The remote method.
+            client: The client's id.
+            sent: The arguments that the client received.
+            size: Its encoded size in bytes; None if it was not encoded.
 
         Raises:
             PayloadError: If the answer does not match the method's return type.
@@ -249,7 +303,8 @@ class BaseEngine:
             )
             self._valid[client] = valid
             answer = self.cap_counts(answer, method, client, valid.claims)
-        return self.wire.carry(answer, method, client, "up")
+        size = nbytes(answer) if size is None else size
+        return self.wire.carry(answer, method, client, "up", size=size)
 
     def drop_outliers(
         self, method: str, answers: dict[int, Any], args: Mapping[int, tuple[Any, ...]]
@@ -404,6 +459,12 @@ class BaseEngine:
         joining = set() if method == Algorithm.evaluate.__name__ else {client}
         return self.evaluation.includes(client, self.client_ids, self.participants | joining)
 
+    def clients_due(self) -> Set[int]:
+        """Return the clients that are evaluated in this round."""
+        if not self.evaluation.is_due(self.round, self.last_round):
+            return set()
+        return self.evaluation.choose(self.client_ids, self.participants)
+
     def is_local_only(self) -> bool:
         """Return whether no client has uploaded anything yet, evaluation excepted.
 
@@ -426,18 +487,24 @@ class BaseEngine:
 
         The number is part of the random stream's name, so that repeated calls draw anew.
         """
-        for past in [call for call in self._calls if call[0] != self.round]:
-            del self._calls[past]
-        before = self._calls[self.round, method, client]
-        self._calls[self.round, method, client] += 1
+        calls = self._calls_in_round()
+        before = calls[self.round, method, client]
+        calls[self.round, method, client] += 1
         return before
+
+    def _calls_in_round(self) -> Counter[tuple[int, str, int]]:
+        """Return the numbers of calls in this round; those of earlier rounds are dropped."""
+        if self._calls_round != self.round:
+            self._calls.clear()
+            self._calls_round = self.round
+        return self._calls
 
     def repeat(self, method: str, client: int, before: int) -> None:
         """Set the number of earlier calls of a method in this round.
 
         A repeated call then draws from the same random stream.
         """
-        self._calls[self.round, method, client] = before
+        self._calls_in_round()[self.round, method, client] = before
 
     @contextmanager
     def phase(self, name: str, total: float) -> Iterator[None]:

@@ -8,7 +8,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,25 @@ import torch
 from torch import Tensor
 
 from barter.compute import lanes
+from barter.compute.flops import count_flops, set_aside
 from barter.compute.lanes import Lane, Tune
 from barter.compute.parking import Parking
 from barter.compute.threads import limit_threads
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
+from barter.core.client_states import ClientStates
 from barter.core.clients import Failure, Replies
 from barter.core.evaluation import record_local_only
+from barter.core.metrics import MANY_CLIENTS
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, State, isolate, leaves
+from barter.core.wire_codec import WireCodec
 from barter.engines import forks
 from barter.engines.adversaries import Adversaries, poison, states_in
 from barter.engines.base import BaseEngine
+from barter.engines.deliveries import Deliveries, is_deferrable
 from barter.engines.forks import ForkedCall
+from barter.engines.network import CallWork, Clock
 from barter.privacy.guard import Guard
 from barter.privacy.side_information import EPSILON, FAILURES
 
@@ -36,6 +42,9 @@ __all__ = ["LocalEngine"]
 
 log = logging.getLogger("barter")
 
+_EVALUATION = Algorithm.evaluate.__name__
+EVERYBODY = -1  # Stands for all clients where a client's id is expected.
+DELIVERY = "delivery"  # Stands for a method where any of the deferred ones may run.
 FORK_SECONDS = 0.1  # A shorter call costs less than a process of its own.
 
 
@@ -70,6 +79,8 @@ class LocalEngine(BaseEngine):
         guard: Protects answers as the run's privacy settings require; None for no protection.
         timeout: Seconds that a client has for one call; None for no limit.
         adversaries: What simulated adversarial clients do, and their ids.
+        clock: Simulated time and network; None for none.
+        codec: Encodes what server and clients send each other; None to send it as it is.
     """
 
     def __init__(
@@ -87,9 +98,17 @@ class LocalEngine(BaseEngine):
         guard: Guard | None = None,
         timeout: float | None = None,
         adversaries: tuple[Adversaries, Sequence[int]] = (Adversaries(), ()),
+        clock: Clock | None = None,
+        codec: WireCodec | None = None,
     ) -> None:
-        super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
+        super().__init__(
+            algorithm, seed=seed, min_clients=min_clients, monitor=monitor, codec=codec
+        )
+        self.clock = clock
         self.clients = clients
+        self.states: ClientStates | None = None  # None keeps all clients in memory.
+        self._ids = sorted(clients)
+        self.deliveries = Deliveries()
         self.guard = guard
         self.adversaries, self.adversarial = adversaries
         self._before: dict[int, State] = {}  # Adversarial client -> its weights before the call.
@@ -101,6 +120,7 @@ class LocalEngine(BaseEngine):
             client.monitor = self
         self._cost: dict[str, float] = {}  # Method -> seconds of a call when last measured.
         self._took: dict[tuple[str, int], float] = {}  # (method, client) -> the same.
+        self._flops: dict[int, int] = {}  # Client -> operations of its current call.
         self._local_only = True  # True if nothing was exchanged before the current call.
         self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
@@ -113,7 +133,7 @@ class LocalEngine(BaseEngine):
             width = min(streams, len(clients))
             # Rough estimate of a client's work: its images times the size of its network.
             self.loads = {
-                k: len(client.data) * lanes.footprint(client.model) for k, client in clients.items()
+                k: len(client.data) * client.model_bytes() for k, client in clients.items()
             }
             # Clients with much more work would finish last, so they get lanes of high priority.
             threshold = 1.5 * statistics.fmean(self.loads.values())
@@ -127,17 +147,36 @@ class LocalEngine(BaseEngine):
 
     @property
     def client_ids(self) -> Sequence[int]:
-        return sorted(self.clients)
+        return self._ids
+
+    def store_states(self, states: ClientStates) -> None:
+        """Put clients to rest from now on, as `states` decides."""
+        self.states = states
+        states.on_rest = self._leave_device
+
+    def _leave_device(self, client: int) -> None:
+        """Note that a resting client takes no device memory."""
+        self.parking.sizes.pop(client, None)
+
+    def _using(self, method: str, client: int) -> AbstractContextManager[None]:
+        """Keep a client in memory inside the block, which runs a method or its consequences."""
+        if self.states is None:
+            return nullcontext()
+        changes = method != Algorithm.evaluate.__name__
+        return self.states.using(self.clients[client], changes=changes)
 
     def examples(self, client: int) -> int:
         return len(self.clients[client].data)
 
     def memory(self) -> dict[int, Payload]:
+        self.deliver_all()
         return {k: client.memory() for k, client in self.clients.items()}
 
     def recall(self, memory: Mapping[int, Payload]) -> None:
         for k, client in self.clients.items():
             client.recall(memory[k])
+            if self.states is not None:
+                self.states.make_room(client)
 
     @contextmanager
     def on_server_stream(self) -> Iterator[None]:
@@ -167,7 +206,62 @@ class LocalEngine(BaseEngine):
             The answers that were accepted, and the failures: clients that raised, whose process
             died, or whose answer was invalid or an outlier. No exception of a client is raised.
         """
+        if self._may_defer(method, args):
+            return self._defer(method, args)
         self._local_only = self.is_local_only() if local_only is None else local_only
+        # What the engine computes here, such as checks of answers, is not the server's work.
+        with set_aside():
+            if self.clock is None or method == _EVALUATION:
+                answers, failures = self._call_all(method, args)
+            else:
+                answers, failures = self._call_in_time(self.clock, method, args)
+            failures |= self.drop_outliers(method, answers, args)
+        self.failures += [failures[k] for k in sorted(failures)]
+        return Replies(answers, self.image_counts(answers), failures)
+
+    def _call_in_time(
+        self, clock: Clock, method: str, args: Mapping[int, tuple[Any, ...]]
+    ) -> tuple[dict[int, Any], dict[int, Failure]]:
+        """Run a method on the clients that the simulated network reaches, and add its time.
+
+        A client whose answer comes too late is as it was before the call, except that what it
+        released stays counted.
+        """
+        unreachable = clock.begin_call(method, args, self.round)
+        reached = {k: args[k] for k in args if k not in unreachable}
+        states: dict[int, tuple[Payload, dict[str, float]]] = {}
+        if clock.network.policy != "wait":
+            for k in reached:
+                client = self.clients[k]
+                states[k] = isolate(client.memory()), dict(client.report)
+        before = {k: self._bytes(method, k) for k in reached}
+        self._flops = {}
+        answers, failures = self._call_all(method, reached) if reached else ({}, {})
+        work = {}
+        for k in reached:
+            down, up = self._bytes(method, k)
+            work[k] = CallWork(down - before[k][0], self._flops.get(k, 0), up - before[k][1])
+        late = clock.end_call(method, len(args), work, answers)
+        for k in late:
+            del answers[k]
+            memory, report = states[k]
+            client = self.clients[k]
+            released = client.released
+            client.recall(memory)
+            client.released = released
+            client.report = report
+        for k, error in {**unreachable, **late}.items():
+            failures[k] = self.failure(k, method, error)
+        return answers, failures
+
+    def _bytes(self, method: str, k: int) -> tuple[int, int]:
+        """Return the bytes of a client's calls so far, down and up."""
+        return self.wire.bytes_of(method, k, "down"), self.wire.bytes_of(method, k, "up")
+
+    def _call_all(
+        self, method: str, args: Mapping[int, tuple[Any, ...]]
+    ) -> tuple[dict[int, Any], dict[int, Failure]]:
+        """Run a method on clients; return the answers and the failures."""
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         for k in set(self.adversarial) & set(args):
@@ -182,7 +276,7 @@ class LocalEngine(BaseEngine):
             except Exception as error:
                 failures[k] = self.failure(k, method, error)
 
-        with self.phase(method, len(args)):
+        with self.phase(method, len(args)), self.wire.during_call(self.round):
             order = self.order(list(args))
             if self.lanes:
                 tasks = {}
@@ -199,9 +293,55 @@ class LocalEngine(BaseEngine):
                     for k in order:
                         settle(k, partial(self._call_here, method, k, args[k]))
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
-        failures |= self.drop_outliers(method, answers, args)
-        self.failures += [failures[k] for k in sorted(failures)]
-        return Replies(answers, self.image_counts(answers), failures)
+        return answers, failures
+
+    def _may_defer(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> bool:
+        """Return whether a call waits until each client next takes part.
+
+        This is so if there are many clients, all of them receive the same, and the algorithm
+        declares that it makes no difference. A simulated network and encodings treat each client's
+        payload on its own, so nothing is deferred with them.
+        """
+        if self.clock is not None or self.wire.codec is not None:
+            return False
+        if len(self._ids) <= MANY_CLIENTS or len(args) < len(self._ids):
+            return False
+        first = args[self._ids[0]]
+        same = all(one is first for one in args.values())
+        return same and is_deferrable(self.algorithm, method)
+
+    def _defer(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
+        """Check and count what all clients receive; they run the method when they next take part."""
+        first = self._ids[0]
+        with self.phase(method, len(args)):
+            received = self.wire.carry(args[first], method, first, "down")
+            self.wire.count_all(received, method, self._ids[1:])
+            before = self.count_call(method, EVERYBODY)
+            path = (self.round, method, before) if before else (self.round, method)
+            self.deliveries.add(self.algorithm, path, received)
+            self.watched.advance(len(args))
+        replies = Replies(dict.fromkeys(self._ids), self.image_counts(self._ids), {})
+        replies.deferred = True
+        return replies
+
+    def _deliver_pending(self, client: Client) -> None:
+        """Run the methods that were deferred until this client takes part."""
+        for delivery in self.deliveries.pending(client.id):
+            path = delivery.stream(client.id)
+            received = isolate(delivery.args, client.device)
+            seed = self.seed if self.guard is None else self.guard.seed(self.seed)
+            stream = seeds.scope(seed, *path, device=client.device)
+            with self.parking.on_device(client), client.use_lane_module(), stream:
+                self._run_protected(delivery.method, client, path, received)
+                lanes.wait_for_device()
+        self.deliveries.note(client.id)
+
+    def deliver_all(self) -> None:
+        """Run all deferred methods, at all clients."""
+        for k, client in self.clients.items():
+            if self.deliveries.pending(k):
+                with self._using(DELIVERY, k):
+                    self._deliver_pending(client)
 
     def receive_answer(
         self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
@@ -219,6 +359,11 @@ class LocalEngine(BaseEngine):
             PayloadError: If the arguments or the answer are invalid. The client's own exceptions
                 are raised too, and count as a release.
         """
+        with self._using(method, k):
+            return self._call_awake(method, k, args)
+
+    def _call_awake(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
+        """Run the call of a client that stays in memory meanwhile."""
         received = self.wire.carry(args, method, k, "down", self.clients[k].device)
         start = time.perf_counter()
         try:
@@ -265,6 +410,7 @@ class LocalEngine(BaseEngine):
         unit of progress at the end, also if the call raises.
         """
         client = self.clients[k]
+        self._deliver_pending(client)
         lane = id(lanes.current_lane())
         client.tested = self.tests_due(k, method)
         self._credit[lane] = 1.0
@@ -273,11 +419,24 @@ class LocalEngine(BaseEngine):
             stream = seeds.scope(seed, *path, device=client.device)
             with self.parking.on_device(client), client.use_lane_module(), stream:
                 with record_local_only(client) if self._local_only else nullcontext():
-                    answer = self._run_protected(method, client, path, received)
+                    with self._count_work(method, k):
+                        answer = self._run_protected(method, client, path, received)
                     lanes.wait_for_device()
                 return answer
         finally:
             self.watched.advance(self._credit.pop(lane))
+
+    @contextmanager
+    def _count_work(self, method: str, k: int) -> Iterator[None]:
+        """Count the operations of a client's call, if time is simulated."""
+        if self.clock is None or method == _EVALUATION:
+            yield
+            return
+        with count_flops() as count:
+            try:
+                yield
+            finally:
+                self._flops[k] = count.total
 
     def _run_protected(
         self, method: str, client: Client, path: tuple[object, ...], received: tuple[Any, ...]
@@ -428,6 +587,7 @@ class LocalEngine(BaseEngine):
         outcome["report"] = client.report
         outcome["requires_grad"] = [p.requires_grad for p in client.model.parameters()]
         outcome["training"] = [module.training for module in client.model.modules()]
+        outcome["flops"] = self._flops.get(k, 0)
         outcome["took"] = time.perf_counter() - start
         return outcome
 
@@ -444,8 +604,17 @@ class LocalEngine(BaseEngine):
         """
         if outcome is None:
             raise Elsewhere(death, "")
+        with self._using(method, k):
+            return self._apply_outcome(method, k, args, outcome)
+
+    def _apply_outcome(
+        self, method: str, k: int, args: tuple[Any, ...], outcome: dict[str, Payload]
+    ) -> Any:
+        """Apply the outcome of a forked call to a client that stays in memory meanwhile."""
         client = self.clients[k]
         self._took[method, k] = outcome["took"]
+        self._flops[k] = outcome["flops"]
+        self.deliveries.note(k)  # The other process has run what was deferred.
         client.recall(outcome["memory"])
         client.report = outcome["report"]
         parameters = client.model.parameters()

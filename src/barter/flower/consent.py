@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from barter.core.errors import ConfigError
 from barter.core.params import Positive, check_fields
-from barter.core.payload import Payload, nbytes
+from barter.core.payload import Payload
+from barter.core.wire_codec import decoded_nbytes
 from barter.setup.config import Config, parse_toml, to_plain
 from barter.setup.trust import code_names
 
@@ -117,12 +118,12 @@ class Consent:
             )
 
     def require_size(self, site: str, sent: Payload) -> None:
-        """Refuse a request that is larger than `megabytes`.
+        """Refuse a request that is larger than `megabytes` when it is decoded.
 
         Raises:
             ConfigError: If it is.
         """
-        size = nbytes(sent) / 1e6
+        size = decoded_nbytes(sent) / 1e6
         if self.megabytes is not None and size > self.megabytes:
             raise ConfigError(
                 f"site {site} was sent {size:.1f} MB in a call, and accepts {self.megabytes:g} "

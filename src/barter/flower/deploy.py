@@ -40,7 +40,7 @@ from barter.flower.heartbeat import poll_interval
 from barter.flower.supervise import FLOWER, Child, free_port
 from barter.runs.folder import RunFolder
 from barter.runs.journal import Journal
-from barter.setup.assembly import Federation
+from barter.setup.assembly import Federation, make_codec
 from barter.setup.config import Config, read_toml, resolve, to_plain, to_toml
 from barter.setup.hardware import with_threads
 from barter.setup.participants import describe_networks
@@ -159,6 +159,8 @@ def conduct(
         min_clients=config.min_clients,
         monitor=journal,
         timeout=timeout,
+        codec=make_codec(config),
+        answer_bytes=int(1e6 * config.answer_mb),
     )
     engine.reporting = hellos.reporting
     engine.crossed = {k: hello.revealed_facts() for k, hello in ids.items()}

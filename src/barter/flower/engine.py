@@ -19,6 +19,7 @@ from barter.core.clients import Failure, Replies
 from barter.core.errors import BarterError, PayloadError
 from barter.core.nodes import Monitor
 from barter.core.payload import Payload
+from barter.core.wire_codec import WireCodec
 from barter.engines.base import BaseEngine
 from barter.flower.client_app import from_records, pack_blobs, record_sizes, to_records
 from barter.flower.codec import decode, encode
@@ -40,6 +41,7 @@ MAX_SENDS = 3  # how often a call is sent to a site whose message or reply Flowe
 # Largest size in bytes of an answer's structure: names, shapes, and values outside of tensors.
 # Parsing takes seconds for every few megabytes; the largest states have 0.2.
 STRUCTURE = 4_000_000
+ANSWER_BYTES = 2 * 10**9  # largest size of a decoded answer, as `answer_mb` has by default
 SPARE = 10**6  # bytes that Flower and an evaluation may add to an answer
 LATE = "no answer in time"
 LOST_CODES = {  # Flower's own error codes: there is no answer of the site
@@ -240,6 +242,8 @@ class FlowerEngine(BaseEngine):
         min_clients: Number of answers after which offline sites are not waited for; none: all.
         monitor: Shows the progress.
         timeout: Seconds that a site has for a call.
+        codec: Encodes what sites are sent; None to send it as it is.
+        answer_bytes: Largest size of a decoded answer whose contract has no limit.
     """
 
     def __init__(
@@ -253,8 +257,15 @@ class FlowerEngine(BaseEngine):
         min_clients: int | None = None,
         monitor: Monitor | None = None,
         timeout: float,
+        codec: WireCodec | None = None,
+        answer_bytes: int = ANSWER_BYTES,
     ) -> None:
-        super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
+        super().__init__(
+            algorithm, seed=seed, min_clients=min_clients, monitor=monitor, codec=codec
+        )
+        self.answer_bytes = answer_bytes
+        # client -> largest size in bytes of its answer to the current call; none: unknown
+        self._limits: dict[int, int | None] = {}
         self.grid = grid
         self.session = session
         self.timeout = timeout
@@ -297,10 +308,11 @@ class FlowerEngine(BaseEngine):
         # An evaluation that is not used by this call is out of date, and dropped.
         evaluations = {k: self._evaluations.pop(k) for k in sorted(args) if k in self._evaluations}
         received = evaluations if method == EVALUATE else {}
-        with self.phase(method, len(args)):
+        with self.phase(method, len(args)), self.wire.during_call(self.round):
             to_ask = {k: args[k] for k in sorted(args.keys() - received.keys())}
             requests = self._requests(method, to_ask, failures)
             most = self._largest(method, {k: args[k] for k in requests})
+            self._limits = most
             self.expect(_most_of_all(most))
             enough = len(args) if self.min_clients is None else min(self.min_clients, len(args))
             earlier: Iterator[Reply] = (
@@ -355,7 +367,7 @@ class FlowerEngine(BaseEngine):
                 requests[k] = to_records(encode({**request, "args": tree}, frame.blobs), bulk)
                 continue
             try:
-                tree = self.wire.carry(arguments, method, k, "down")
+                tree = self.wire.encode(arguments, method, k, self.round)
             except BarterError as error:
                 failures[k] = self.failure(k, method, error)
                 continue
@@ -364,6 +376,12 @@ class FlowerEngine(BaseEngine):
             encoded[id(arguments)] = (tree, frame, bulk)
             requests[k] = to_records(frame, bulk)
         return requests
+
+    def open_answer(self, answer: Payload, method: str, client: int) -> tuple[Payload, int | None]:
+        """Decode an answer, unless it is larger than any valid one when decoded."""
+        most = self._limits.get(client)
+        limit = self.answer_bytes if most is None else most + SPARE
+        return self.wire.decode(answer, method, limit)
 
     def _largest(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, int | None]:
         """Return the bytes of each client's largest valid answer; None if unlimited."""

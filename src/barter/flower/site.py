@@ -18,7 +18,10 @@ from barter.core.clients import Failure
 from barter.core.errors import BarterError, CheckpointError, PrivacyError
 from barter.core.files import replace_file
 from barter.core.nodes import Client, Monitor, Silence
+from barter.core.params import build_dataclass
 from barter.core.payload import Payload
+from barter.core.wire_codec import WireCodec, decode_payload
+from barter.core.wire_settings import WireSettings
 from barter.engines.local import LocalEngine
 from barter.flower.consent import Consent
 from barter.privacy.guard import TotalBudget
@@ -76,6 +79,7 @@ class Site:
         self.quiet = quiet
         self.monitor: Monitor = Silence()  # receives the progress of calls
         self.session: Payload = None
+        self.codec: WireCodec | None = None  # encodes answers; none: they are sent as they are
         # Modification time of the file on disk that the state in this process equals.
         self.stamp = 0
         self.round = 0
@@ -129,6 +133,7 @@ class Site:
                 f"{method!r} is not answered: the algorithm's `crosses` does not name it"
             )
         self.consent.require_size(self.name, request["args"])
+        args = decode_payload(request["args"], path=method)
         if round > self.round and self._now.exists():
             self._keep_start()
         k = session["client"]
@@ -143,9 +148,14 @@ class Site:
         self.engine.repeat(method, k, request["before"])
         before = self._load_account(client)
         with use_precision(self.precision):
-            replies = self.engine.call(method, {k: request["args"]}, local_only=request["alone"])
+            replies = self.engine.call(method, {k: args}, local_only=request["alone"])
             if k in replies:
-                answer = self._without_results(replies[k]) if method == EVALUATE else replies[k]
+                answer = replies[k]
+                if method == EVALUATE:
+                    answer = self._without_results(answer)
+                elif self.codec is not None:
+                    # The privacy guard has protected it before: noise is added to exact values.
+                    answer = self.codec.encode(answer, method, "up", k, round)
                 reply: Payload = {"answer": answer, EPSILON: client.report.get(EPSILON)}
                 if request["evaluate"]:
                     self.unseen = (dict(client.report), self._modes())
@@ -222,6 +232,7 @@ class Site:
             raise CheckpointError(f"{session['run']!r} is not the id of a run")
         self.engine, self.precision = self.settle(session)
         self._require_same_settings(session)
+        self.codec = self._make_codec(session)
         self.engine.watched = self.monitor
         self.data = self.client.data.fingerprint()
         self.session = session
@@ -249,6 +260,14 @@ class Site:
             self.key = state["key"]
             self.reply = state["reply"]
             self.unseen = None if state["unseen"] is None else tuple(state["unseen"])
+
+    def _make_codec(self, session: Payload) -> WireCodec | None:
+        """Return what encodes this site's answers, as the session's configuration says."""
+        table = parse_toml(session["config"]).get("wire", {})
+        settings = build_dataclass(WireSettings, table, "wire.")
+        if settings.is_exact:
+            return None
+        return WireCodec(self.engine.algorithm, settings, self.engine.seed)
 
     def _find(self, session: Payload) -> tuple[Payload, dict[str, str]] | None:
         """Return the newest saved state that the server knows of, and its notes.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import torch
 from torch import Tensor
 
 from barter.compute.precision import full_precision
+from barter.core.contracts import Content
 from barter.core.errors import PayloadError
 from barter.core.payload import State
 
 __all__ = ["Compressed", "compress_update", "decompress_update", "rank_for_energy"]
 
 # In the order of a network's tensors; each entry holds the tensor itself or its two factors.
-Compressed: TypeAlias = list[list[Tensor]]
+Compressed: TypeAlias = list[list[Annotated[Tensor, Content("weights")]]]
 BLOCK = 128  # Rows of a Gram matrix that are computed at a time.
 
 

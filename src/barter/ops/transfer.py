@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.core.contracts import Floats, Places, When
+from barter.core.contracts import Content, Floats, Places, When
 from barter.core.errors import PayloadError
 from barter.core.evaluation import predict
 from barter.core.images import Images, Spec
@@ -49,7 +49,7 @@ class Entry(TypedDict):
     round: int
     # By client: images (n, C, H, W), codes of each image's views (n, V, h), or indices: into the
     # public data, or of samples of the client's Gaussians.
-    codes: dict[int, Tensor]
+    codes: Annotated[dict[int, Tensor], Content("images")]
     decoder: State  # decodes codes to images; empty if the entry holds none
     # By client: models from which embeddings are sampled, and layers that map these to codes.
     gaussians: NotRequired[dict[int, ClassGaussians]]

@@ -323,21 +323,39 @@ def outcome_chart(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Fi
     return figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
 
 
-def method_chart(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
-    """Draw a line per method: mean over seeds, and a band of one deviation.
+def method_chart(
+    lines: Mapping[str, Mapping[int, Curve]],
+    metric: str,
+    positions: Mapping[str, Mapping[int, float]] | None = None,
+    quantity: BarQuantity = "number",
+) -> go.Figure:
+    """Draw a line per method: mean over seeds, with a band of one standard deviation.
 
     Args:
         lines: Method -> seed -> curve.
-        metric: The metric, which decides the number formats.
+        metric: The metric, which determines the format.
+        positions: Method -> round -> what it has cost until then; None draws by round.
+        quantity: The quantity of the positions, which determines units.
     """
     ticks, precise = _formats(metric)
-    figure = _figure("round", ticks, _longest(lines), height=420, hovermode="x unified")
+    if positions is None:
+        figure = _figure("round", ticks, _longest(lines), height=420, hovermode="x unified")
+        scale = None
+    else:
+        scale = _Scale(quantity, [x for by_round in positions.values() for x in by_round.values()])
+        figure = _figure("", ticks, height=420)
+        figure.update_xaxes(tickformat=scale.ticks, ticksuffix=scale.suffix, nticks=6)
+        figure.update_xaxes(autorangeoptions={"include": 0})
+        figure.update_layout(margin={"r": 28})  # for the last tick's label
     for i, (name, seeds) in enumerate(lines.items()):
         rounds, means, spread = (np.array(column) for column in mean_and_deviation(seeds.values()))
         if not len(rounds):  # Colours depend on i, so that a method has the same one in all charts.
             continue
+        places = rounds
+        if positions is not None and scale is not None:
+            places = scale.column(positions[name][int(t)] for t in rounds)
         edge = {
-            "x": rounds,
+            "x": places,
             "mode": "lines",
             "line": {"width": 0},
             "hoverinfo": "skip",
@@ -349,7 +367,7 @@ def method_chart(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Fi
             y=means + spread, fill="tonexty", fillcolor=_faint(_line(i)["color"]), **edge, **group
         )
         figure.add_scatter(
-            x=rounds,
+            x=places,
             y=means,
             name=escape(name),
             customdata=spread,

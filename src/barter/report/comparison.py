@@ -30,8 +30,11 @@ from barter.runs.summary import (
     ALWAYS,
     Comparative,
     Results,
+    cumulative_bytes,
+    cumulative_seconds,
     heading,
     is_share,
+    mean_positions,
     metric_curves,
     summary_cells,
 )
@@ -248,7 +251,7 @@ def _metric_charts(compared: Comparative, results: Results) -> Section:
 
 
 def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
-    """Draw the metric by seed and by traffic, where these differ between runs."""
+    """Draw the metric by seed, by traffic and by simulated time, where there are any."""
     metric = compared.question.metric
     what = _describe(metric, {row.primary for row in compared.rows})
     parts = []
@@ -256,7 +259,16 @@ def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
         parts.append(chart(f"{what}, seed by seed", charts.seed_chart(results, metric)))
     if len({amount for row in compared.rows for amount in row.bytes.values}) > 1:
         parts.append(chart(f"{what}, and the bytes it took", charts.price_chart(results, metric)))
-    return Section("Seeds and bytes", [side_by_side(*parts)] if parts else [])
+    several = any(len(rounds) > 1 for runs in results.values() for rounds in runs.values())
+    if several and any(amount for row in compared.rows for amount in row.bytes.values):
+        by_bytes = {name: mean_positions(runs, cumulative_bytes) for name, runs in results.items()}
+        figure = charts.method_chart(metric_curves(results, metric), metric, by_bytes, "bytes")
+        parts.append(chart(f"{what}, by bytes, both ways", figure))
+    if several and all(row.simulated.values for row in compared.rows):
+        by_time = {name: mean_positions(runs, cumulative_seconds) for name, runs in results.items()}
+        figure = charts.method_chart(metric_curves(results, metric), metric, by_time, "seconds")
+        parts.append(chart(f"{what}, by simulated time", figure))
+    return Section("Seeds, bytes and time", [side_by_side(*parts)] if parts else [])
 
 
 def _table(compared: Comparative) -> str:

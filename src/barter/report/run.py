@@ -42,6 +42,7 @@ from barter.report.units import format_seconds
 from barter.runs.folder import METRICS_FILE, PRIVACY, count_rounds, has_ended, read_records
 from barter.runs.picture import ImageRow
 from barter.runs.progress import format_bytes, pluralise
+from barter.runs.summary import cumulative_bytes, cumulative_seconds
 from barter.runs.tables import CLIENT_HEADINGS, accuracy_gain, closing_cells, participants
 from barter.setup.config import Config, to_toml
 from barter.setup.participants import architecture_names, narrowed_name
@@ -64,6 +65,8 @@ SHOWN_ELSEWHERE = {
     "bytes_up",
     "bytes_down",
     "device_memory",
+    "flops",
+    "simulated_call_seconds",
 }
 SHOWN_ELSEWHERE |= {f"{test}_images" for test in TEST_TITLES}
 # Metrics of [evaluate] are called TEST_METRIC, and before_TEST_METRIC before an exchange.
@@ -100,9 +103,8 @@ class Split:
         config = self.config
         data = replace(config.data, download=False)  # A report does not download data.
         try:
-            task = make_task(
-                data, config.partition, config.clients, config.seed, torch.device("cpu")
-            )
+            host = torch.device("cpu")
+            task = make_task(data, config.partition, config.clients, config.seed, host, shared=True)
         except BarterError as error:
             self.unknown = f"it cannot be shown here. {error}"
         else:
@@ -217,6 +219,7 @@ class RunReport:
             *_privacy(self.run),
             _traffic(rounds),
             _time(rounds),
+            _simulated(rounds),
             _memory(rounds),
             _metrics(rounds, self.split.classes),
             _recorded_section(rounds),
@@ -274,6 +277,10 @@ def make_tiles(rounds: Sequence[Round]) -> list[Tile]:
     spent = sum(r.seconds["round"] for r in rounds)
     each = [f"{format_seconds(spent / len(rounds))} a round"] if len(rounds) > 1 else []
     cards.append(Tile("Time, all rounds", format_seconds(spent), each))
+    simulated = cumulative_seconds(rounds)
+    if simulated is not None:
+        mean = [f"{format_seconds(simulated[-1] / len(rounds))} a round"]
+        cards.append(Tile("Simulated time, all rounds", format_seconds(simulated[-1]), mean))
     failed = sum(len(r.failures) for r in rounds)
     answered = (
         "calls that a client did not answer" if failed else "every client answered every call"
@@ -301,6 +308,7 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
     after = last.values(test)
     adversarial = any("adversarial" in metrics for metrics in last.clients.values())
     group = pluralise(len(after), "honest client" if adversarial else "client")
+    group = last.describe_clients(test) or group
     notes = [f"{TEST_TITLES[test]}, mean of {group}, round {last.round}"]
     change = accuracy_gain(rounds, test)
     if change.points is not None:
@@ -345,7 +353,7 @@ def _traffic(rounds: Sequence[Round]) -> Section:
 
 
 def _costs(
-    what: Literal["Bytes", "Time"],
+    what: Literal["Bytes", "Time", "Simulated time"],
     kind: str,
     rounds: Sequence[Round],
     sums: tuple[Sequence[str], Mapping[str, Sequence[float]]],
@@ -387,6 +395,33 @@ def _time(rounds: Sequence[Round]) -> Section:
     by_phase = phase_seconds(rounds)
     sums = {"time": [sum(values) for values in by_phase.values()]}
     return Section("Time", [_costs("Time", "phase", rounds, (list(by_phase), sums), by_phase)])
+
+
+def _simulated(rounds: Sequence[Round]) -> Section:
+    """Return the section of the simulated network: accuracy by its time and by bytes, and costs."""
+    seconds = cumulative_seconds(rounds)
+    if seconds is None:
+        return Section("Simulated network", [])
+    phases = dict.fromkeys(phase for r in rounds for phase in r.simulated if phase != "round")
+    by_phase = {phase: [r.simulated.get(phase, 0.0) for r in rounds] for phase in phases}
+    sums = {"time": [sum(values) for values in by_phase.values()]}
+    parts = [_costs("Simulated time", "phase", rounds, (list(by_phase), sums), by_phase)]
+    curve = [(r.round, r.headline()) for r in rounds]
+    if len([value for _, value in curve if value is not None]) > 1:
+        lines = {"accuracy": {0: curve}}
+        places = [r.round for r in rounds]
+        by_time = {"accuracy": dict(zip(places, seconds, strict=True))}
+        by_bytes = {"accuracy": dict(zip(places, cumulative_bytes(rounds), strict=True))}
+        what = f"Accuracy, {TEST_TITLES['global']}"
+        figures = [
+            chart(
+                f"{what}, by simulated time",
+                charts.method_chart(lines, "global", by_time, "seconds"),
+            ),
+            chart(f"{what}, by bytes", charts.method_chart(lines, "global", by_bytes, "bytes")),
+        ]
+        parts.insert(0, side_by_side(*figures))
+    return Section("Simulated network", parts)
 
 
 def _memory(rounds: Sequence[Round]) -> Section:

@@ -17,7 +17,7 @@ from barter.core.errors import CheckpointError, summarise_error
 from barter.core.files import replace_file
 from barter.core.payload import Payload, mark, origin, pack, unpack
 
-__all__ = ["read_checkpoint", "round_of", "write_checkpoint"]
+__all__ = ["read_checkpoint", "read_notes", "round_of", "write_checkpoint"]
 
 ROUND = re.compile(r"[0-9]{1,9}")
 
@@ -74,6 +74,19 @@ def read_checkpoint(path: Path, device: torch.device) -> tuple[Payload, dict[str
             mark(tensor)
         tensors = {name: stored[source] for name, source in alias.items()}
         return unpack(tensors, notes["header"]), notes
+    except Exception as error:  # A damaged file may raise any error.
+        raise CheckpointError(f"{path} is damaged: {summarise_error(error)}") from error
+
+
+def read_notes(path: Path) -> dict[str, str]:
+    """Read the notes of a checkpoint without its tensors, which are not verified.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata())
     except Exception as error:  # A damaged file may raise any error.
         raise CheckpointError(f"{path} is damaged: {summarise_error(error)}") from error
 

@@ -21,8 +21,9 @@ from barter.core.errors import CheckpointError
 from barter.core.files import convert_disk_errors, parse_file, replace_text
 from barter.core.payload import Payload
 from barter.core.record import Round
-from barter.runs.checkpoint import read_checkpoint, round_of, write_checkpoint
+from barter.runs.checkpoint import read_checkpoint, read_notes, round_of, write_checkpoint
 from barter.runs.selection import Stop, best_round
+from barter.runs.state_files import StateFiles, StoredStates, parse_index
 
 __all__ = [
     "RunFolder",
@@ -44,6 +45,7 @@ __all__ = [
 log = logging.getLogger("barter")
 
 METRICS_FILE = "metrics.jsonl"
+STATES_NOTE = "clients"  # note of a checkpoint: the files of clients' states
 PRIVACY = "privacy.json"
 STOPPED = "stopped.json"  # when and why a run stopped before its last round
 
@@ -193,6 +195,7 @@ class RunFolder:
         origin: Mapping[str, str],
         keep: Collection[int] = (),
         until_saved: Collection[int] = (),
+        states: StateFiles | None = None,
     ) -> None:
         """Write the checkpoint of a finished round; delete those no longer needed.
 
@@ -205,13 +208,41 @@ class RunFolder:
             origin: The configuration and data that the state was made with.
             keep: Earlier rounds whose checkpoints stay.
             until_saved: Earlier rounds whose checkpoints stay until the new one is on disk.
+            states: The files of clients' states, if they are not in `state`.
         """
         wanted = {_file(self.path, t) for t in {round, *keep}}
         needed = {*wanted, *(_file(self.path, t) for t in until_saved)}
         previous = _checkpoints(self.path)[-1:]
         self._clear(but={*needed, *previous})
-        write_checkpoint(_file(self.path, round), state, {**origin, "round": str(round)})
+        notes = {**origin, "round": str(round)}
+        if states is not None:
+            notes[STATES_NOTE] = states.index()
+        write_checkpoint(_file(self.path, round), state, notes)
         self._clear(but=wanted)
+        if states is not None:
+            states.prune(checkpoint_rounds(self.path))
+        elif self.clients.is_dir():
+            # The states were in files before the run was resumed with states in memory.
+            self._forget_states()
+
+    @property
+    def clients(self) -> Path:
+        """The folder of clients' states, in a run that stores them in files."""
+        return self.path / "clients"
+
+    def clean_states(self, states: StateFiles) -> None:
+        """Delete files of clients' states to which no checkpoint refers."""
+        indices = {}
+        for path in _checkpoints(self.path):
+            index = read_notes(path).get(STATES_NOTE)
+            if index is not None:
+                indices[_round(path)] = parse_index(self.clients, index)
+        states.clean(indices)
+
+    def _forget_states(self) -> None:
+        """Delete the folder of clients' states if no checkpoint refers to it."""
+        if not any(STATES_NOTE in read_notes(path) for path in _checkpoints(self.path)):
+            shutil.rmtree(self.clients, ignore_errors=True)
 
     def _clear(self, but: Collection[Path]) -> None:
         """Delete all files in the folder of checkpoints but these, temporary ones too."""
@@ -362,7 +393,10 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
         )
     path = _file(run, round)
     state, notes = read_checkpoint(path, torch.device("cpu"))
-    return _checked_round(path, state, notes), state, notes
+    round = _checked_round(path, state, notes)
+    if STATES_NOTE in notes:
+        state["clients"] = StoredStates.parse(run / "clients", notes[STATES_NOTE])
+    return round, state, notes
 
 
 def last_checkpoint(run: Path) -> tuple[int, Payload, dict[str, str]] | None:

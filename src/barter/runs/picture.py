@@ -281,13 +281,21 @@ def mean_and_deviation(curves: Iterable[Curve]) -> tuple[list[int], list[float],
     return rounds, [statistics.fmean(values[t]) for t in rounds], spread
 
 
-def draw_curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> None:
-    """Draw a line per method: the mean over seeds, and one standard deviation.
+def draw_curves(
+    lines: Mapping[str, Mapping[int, Curve]],
+    label: str,
+    path: Path,
+    positions: Mapping[str, Mapping[int, float]] | None = None,
+    axis: str = "round",
+) -> None:
+    """Draw a line per method: the mean over seeds, and a band of one standard deviation.
 
     Args:
         lines: Method -> seed -> curve, with accuracies between 0 and 1.
         label: The label of the y axis.
         path: The file.
+        positions: Method -> round -> its place along the x axis; None for the round itself.
+        axis: The label of the x axis.
     """
     plt = _pyplot()
     with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9}):
@@ -300,6 +308,7 @@ def draw_curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path
         figure, axes = plt.subplots(figsize=size, layout="constrained")
         for i, (name, seeds) in enumerate(lines.items()):
             rounds, mean_shares, spread_shares = mean_and_deviation(seeds.values())
+            places = rounds if positions is None else [positions[name][t] for t in rounds]
             means = [100 * share for share in mean_shares]
             spread = [100 * share for share in spread_shares]
             colour = COLOURS[i % len(COLOURS)]
@@ -307,7 +316,7 @@ def draw_curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path
             # matplotlib hides labels that begin with an underscore.
             visible_name = f" {name}" if name.startswith("_") else name
             axes.plot(
-                rounds,
+                places,
                 means,
                 linestyle=style,
                 color=colour,
@@ -318,9 +327,10 @@ def draw_curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path
             )
             lower = [mean - deviation for mean, deviation in zip(means, spread, strict=True)]
             upper = [mean + deviation for mean, deviation in zip(means, spread, strict=True)]
-            axes.fill_between(rounds, lower, upper, color=colour, alpha=0.18, linewidth=0)
-        axes.set(xlabel="round", ylabel=label)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.fill_between(places, lower, upper, color=colour, alpha=0.18, linewidth=0)
+        axes.set(xlabel=axis, ylabel="\n".join(wrap(label, 40)))  # as long as the axis
+        if positions is None:
+            axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
         if below:

@@ -128,7 +128,8 @@ class Watcher(Monitor):
         for test in ("global", "local"):
             values = record.values(test)
             if values:
-                some = "" if len(values) == len(record.clients) else f" of {len(values)} clients"
+                which = record.describe_clients(test)
+                some = f" of {which}" if which else ""
                 clients.append(f"{record.mean(test):6.1%} {test}{some}")
         found = record.server.get("global")
         server = [] if found is None else [f"{found:6.1%} server"]

@@ -7,8 +7,9 @@ import io
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from scipy.special import stdtrit  # all of scipy.stats takes a second to load
 
@@ -28,10 +29,13 @@ __all__ = [
     "Results",
     "Summary",
     "confidence_interval",
+    "cumulative_bytes",
+    "cumulative_seconds",
     "final_value",
     "heading",
     "is_share",
     "known_metrics",
+    "mean_positions",
     "metric_curves",
     "metric_value",
     "summarise",
@@ -159,6 +163,34 @@ def metric_curves(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
     return curves
 
 
+def cumulative_bytes(rounds: Sequence[Round]) -> list[float]:
+    """Return the bytes in both directions until the end of each round."""
+    return list(accumulate(float(r.traffic("up") + r.traffic("down")) for r in rounds))
+
+
+def cumulative_seconds(rounds: Sequence[Round]) -> list[float] | None:
+    """Return the simulated seconds until the end of each round; None if time is not simulated."""
+    seconds = [r.simulated_seconds for r in rounds]
+    known = [value for value in seconds if value is not None]
+    return list(accumulate(known)) if known and len(known) == len(seconds) else None
+
+
+def mean_positions(
+    runs: Mapping[int, Sequence[Round]], cost: Callable[[Sequence[Round]], list[float] | None]
+) -> dict[int, float]:
+    """Return what a method has cost until the end of each round, as the mean over its seeds.
+
+    Args:
+        runs: Seed -> the rounds of a run.
+        cost: `cumulative_bytes` or `cumulative_seconds`.
+    """
+    values: dict[int, list[float]] = {}
+    for rounds in runs.values():
+        for record, amount in zip(rounds, cost(rounds) or [], strict=False):
+            values.setdefault(record.round, []).append(amount)
+    return {t: statistics.fmean(amounts) for t, amounts in values.items()}
+
+
 @dataclass(frozen=True)
 class Column:
     """The values of a quantity over the seeds that have it."""
@@ -188,6 +220,9 @@ class Summary:
     difference: Column  # difference to the baseline with the same seed
     best_round: Column = Column(())  # the round with the highest validation accuracy
     best: Column = Column(())  # the test accuracy after that round
+    simulated: Column = Column(())  # simulated seconds
+    bytes_to_target: Column = Column(())  # bytes until the target accuracy, as `reached`
+    seconds_to_target: Column = Column(())  # simulated seconds until then
 
 
 @dataclass(frozen=True)
@@ -247,10 +282,17 @@ def summarise(results: Results, question: Question) -> Comparative:
     def column(values: Iterable[float | None]) -> Column:
         return Column(tuple(v for v in values if v is not None))
 
-    def rounds_to_target(rounds: Sequence[Round]) -> float | None:
+    def first_at_target(rounds: Sequence[Round]) -> int | None:
+        """Return the position of the first round at the target."""
         if target is None:
             return None
-        return next((r.round for r in rounds if (metric_value(r, metric) or 0.0) >= target), None)
+        values = [metric_value(r, metric) or 0.0 for r in rounds]
+        return next((i for i, value in enumerate(values) if value >= target), None)
+
+    def at_target(amounts: Sequence[float] | None, rounds: Sequence[Round]) -> float | None:
+        """Return a cumulative cost at the end of the first round at the target."""
+        position = first_at_target(rounds)
+        return None if position is None or not amounts else amounts[position]
 
     def difference(name: str, seed: int) -> float | None:
         if baseline is None or baseline == name or seed not in results[baseline]:
@@ -277,10 +319,21 @@ def summarise(results: Results, question: Question) -> Comparative:
             accuracies=accuracies,
             bytes=column(traffic),
             seconds=column(sum(r.seconds["round"] for r in rounds) for rounds in runs.values()),
-            reached=column(rounds_to_target(rounds) for rounds in runs.values()),
+            reached=column(
+                at_target([r.round for r in rounds], rounds) for rounds in runs.values()
+            ),
             difference=column(difference(name, seed) for seed in runs),
             best_round=column(float(best.round) for best in best_rounds),
             best=column(metric_value(best, question.tested) for best in best_rounds),
+            simulated=column(
+                seconds[-1] for rounds in runs.values() if (seconds := cumulative_seconds(rounds))
+            ),
+            bytes_to_target=column(
+                at_target(cumulative_bytes(rounds), rounds) for rounds in runs.values()
+            ),
+            seconds_to_target=column(
+                at_target(cumulative_seconds(rounds), rounds) for rounds in runs.values()
+            ),
         )
         rows.append(summary)
     return Comparative(tuple(rows), question)
@@ -300,6 +353,10 @@ def _with_spread(column: Column, metric: str) -> str:
 
 def _rounds(column: Column) -> str:
     return "-" if column.mean is None else f"{column.mean:.1f}".removesuffix(".0")
+
+
+def _duration(column: Column) -> str:
+    return "-" if column.mean is None else format_duration(column.mean)
 
 
 def _difference(summary: Summary, metric: str) -> str:
@@ -353,10 +410,15 @@ def summary_cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str
     if validated:
         headings += ["best round on validation", f"{heading(question.tested)} in it"]
     headings += ["bytes", "seconds"]
+    simulated = any(s.simulated.values for s in summaries)
+    if simulated:
+        headings.append("simulated time")
     if question.target is not None:
         percent = is_share(question.metric)
         target = f"{100 * question.target:g}%" if percent else f"{question.target:g}"
-        headings.append(f"rounds to {target} {heading(question.metric)}")
+        headings += [f"rounds to {target} {heading(question.metric)}", "bytes to it"]
+        if simulated:
+            headings.append("simulated time to it")
     if question.baseline is not None:
         headings.append(f"{heading(question.metric)} above {question.baseline} (95 %)")
     rows = []
@@ -374,8 +436,13 @@ def summary_cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str
             (format_bytes(s.bytes.mean or 0.0), False),
             (format_duration(s.seconds.mean or 0.0), False),
         ]
+        if simulated:
+            row.append((_duration(s.simulated), False))
         if question.target is not None:
-            row.append((_reached(s), False))
+            amount = s.bytes_to_target.mean
+            row += [(_reached(s), False), ("-" if amount is None else format_bytes(amount), False)]
+            if simulated:
+                row.append((_duration(s.seconds_to_target), False))
         if question.baseline is not None:
             row.append((_difference(s, question.metric), False))
         rows.append(row)
@@ -433,6 +500,7 @@ def to_csv(compared: Comparative) -> str:
     fields += [f"{key.replace('-', '_')}_{part}" for key in metrics for part in ("mean", "std")]
     fields += ["bytes", "seconds", "rounds_to_target", "reached", "difference", "low", "high"]
     fields += ["best_round_mean", "best_round_std", "best_mean", "best_std"]
+    fields += ["simulated_seconds", "bytes_to_target", "simulated_seconds_to_target"]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(fields)
@@ -461,6 +529,9 @@ def to_csv(compared: Comparative) -> str:
             s.best_round.deviation,
             s.best.mean,
             s.best.deviation,
+            s.simulated.mean,
+            s.bytes_to_target.mean,
+            s.seconds_to_target.mean,
         ]
         writer.writerow(["" if field is None else field for field in row])
     return file.getvalue()
@@ -476,13 +547,14 @@ def to_round_csv(results: Results) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     start = ["method", "seed", "round", "primary_model", "participants", "evaluated_clients"]
-    writer.writerow([*start, *columns, "bytes", "seconds"])
+    writer.writerow([*start, *columns, "bytes", "seconds", "simulated_seconds"])
     for name, runs in results.items():
         for seed, rounds in runs.items():
             for r in rounds:
                 evaluated = {*r.values("global"), *r.values("local")}
                 facts = [name, seed, r.round, r.primary, len(r.participants), len(evaluated)]
                 values = [metric_value(r, key) for key in metrics]
-                costs = [r.traffic("up") + r.traffic("down"), r.seconds["round"]]
-                writer.writerow([*facts, *("" if v is None else v for v in values), *costs])
+                traffic = r.traffic("up") + r.traffic("down")
+                values += [traffic, r.seconds["round"], r.simulated_seconds]
+                writer.writerow([*facts, *("" if v is None else v for v in values)])
     return file.getvalue()

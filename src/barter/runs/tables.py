@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from barter.core.record import Round
-from barter.runs.progress import format_bytes
+from barter.runs.progress import format_bytes, format_duration
 from barter.runs.selection import best_round
 
 __all__ = [
@@ -166,6 +166,10 @@ def _together(
     if adversarial:
         # Adversarial clients are not evaluated.
         count = f"mean of {len(everyone) - adversarial} honest ({adversarial} adversarial)"
+    evaluated = {k for test in TESTS for k in after[test]}
+    if evaluated and len(evaluated) + adversarial < len(everyone):
+        # Each client's accuracy is that of the last round in which it was evaluated.
+        count = f"mean of {len(evaluated)} evaluated of {len(everyone)}"
     together.append([count, images, "", *before, *means(everyone), *totals])
     server = next((r.server["global"] for r in reversed(records) if "global" in r.server), None)
     if server is not None:
@@ -223,6 +227,11 @@ def closing_table(
     table.add_section()
     for row in together:
         table.add_row(*row)
+    simulated = [r.simulated_seconds for r in records if r.simulated_seconds is not None]
+    if simulated:
+        total = sum(simulated)
+        mean = format_duration(total / len(simulated))
+        table.caption = f"simulated time {format_duration(total)}, {mean} a round"
     return table
 
 

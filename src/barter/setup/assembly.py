@@ -13,15 +13,17 @@ from pathlib import Path
 from barter.compute.fused import fuse
 from barter.core.errors import ConfigError
 from barter.core.images import Images
-from barter.core.nodes import Monitor, Node, Server
+from barter.core.nodes import Client, Monitor, Node, Server
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
+from barter.core.wire_codec import WireCodec
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.splits import clients_in
 from barter.data.task import Data, Task, make_task, overlap_note
 from barter.engines.adversaries import choose, flip_labels
 from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
+from barter.engines.network import Clock
 from barter.models.zoo import Own
 from barter.privacy.guard import Guard
 from barter.runs.folder import read_finished_round
@@ -35,7 +37,7 @@ from barter.setup.participants import (
     require_apart,
 )
 
-__all__ = ["Federation", "assemble", "resolve_partition", "start_from"]
+__all__ = ["Federation", "assemble", "make_codec", "resolve_partition", "start_from"]
 
 log = logging.getLogger("barter")
 
@@ -99,6 +101,13 @@ def resolve_partition(
     return partition, 5 if clients is None else clients
 
 
+def make_codec(config: Config) -> WireCodec | None:
+    """Return what encodes a run's payloads; None if they are sent as they are."""
+    if config.wire.is_exact:
+        return None
+    return WireCodec(config.algorithm, config.wire, config.seed)
+
+
 def assemble(
     config: Config, models: Sequence[tuple[str, Own | None]] = (), monitor: Monitor | None = None
 ) -> Federation:
@@ -118,7 +127,14 @@ def assemble(
         )
     device = resolve_device(config.device)
     memory = limit_memory(device, config.device_memory)
-    task = make_task(config.data, config.partition, config.clients, config.seed, device)
+    task = make_task(
+        config.data,
+        config.partition,
+        config.clients,
+        config.seed,
+        device,
+        shared=config.stores_states,
+    )
     require_apart(config, task.overlap)
     if task.overlap:
         log.warning("data.public=%r: %s", config.data.public, overlap_note(task.overlap))
@@ -139,6 +155,15 @@ def assemble(
         for k in adversarial:
             del clients[k]
         adversarial = ()
+    clock = None
+    if config.network.enabled:
+        clock = Clock(
+            config.network,
+            config.clients,
+            seed=config.seed,
+            methods=list(config.algorithm.crosses),
+            min_clients=config.min_clients,
+        )
     server = make_server(config, names, parts, task.spec, task.public, device)
     engine = LocalEngine(
         config.algorithm,
@@ -153,6 +178,8 @@ def assemble(
         guard=Guard(config.privacy, config.algorithm),
         timeout=config.timeout,
         adversaries=(config.adversaries, adversarial),
+        clock=clock,
+        codec=make_codec(config),
     )
     if config.timeout is not None and (why := engine.timeout_gap()):
         log.warning(
@@ -190,14 +217,16 @@ def start_from(run: Path, federation: Federation) -> None:
     _, state = read_finished_round(run)
     there = state["networks"]["architectures"]
     here = federation.networks["architectures"]
-    parties: list[tuple[str, int, Node, Payload]] = [
-        (f"client {k}", k, client, state["clients"].get(k, {}))
-        for k, client in federation.engine.clients.items()
+    parties: list[tuple[str, int, Node]] = [
+        (f"client {k}", k, client) for k, client in federation.engine.clients.items()
     ]
     federation.server.fresh = False
     if federation.server.model_or_none is not None:
-        parties.append(("the server", 0, federation.server, state["server"]))
-    for name, k, party, memory in parties:
+        parties.append(("the server", 0, federation.server))
+    for name, k, party in parties:
+        # Read one by one: there may be many clients.
+        is_client = isinstance(party, Client)
+        memory: Payload = state["clients"].get(k, {}) if is_client else state["server"]
         if "model" not in memory:
             raise ConfigError(f"start={str(run)!r}: {name} has no network there to start from")
         try:
@@ -208,3 +237,5 @@ def start_from(run: Path, federation: Federation) -> None:
                 f"start={str(run)!r}: the network of {name} is {there[k]}{task} there and "
                 f"{here[k]} here"
             ) from None
+        if federation.engine.states is not None and isinstance(party, Client):
+            federation.engine.states.make_room(party)

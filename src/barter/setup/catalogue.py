@@ -25,6 +25,8 @@ CHOICES = {
     "privacy": "privacy.epsilon",
     "evaluate": "evaluate.every",
     "adversaries": "adversaries.fraction",
+    "network": "network.preset",
+    "wire": "wire.profile",
 }
 
 
@@ -136,6 +138,8 @@ def known_keys() -> frozenset[str]:
         "privacy.": [_class(_source("privacy", "settings"), "Privacy")],
         "evaluate.": [_class(_source("core", "metrics"), "Evaluation")],
         "adversaries.": [_class(_source("engines", "adversaries"), "Adversaries")],
+        "network.": [_class(_source("engines", "network"), "Network")],
+        "wire.": [_class(_source("core", "wire_settings"), "WireSettings")],
     }
     found = {
         table + name
@@ -144,7 +148,8 @@ def known_keys() -> frozenset[str]:
         for name in _fields(kind)
     }
     tables = {table.rstrip(".") for table in kinds}
-    return frozenset((found - tables) | {"algorithm.name", "algorithm.preset", "partition.name"})
+    choices = {"algorithm.name", "algorithm.preset", "partition.name", "network.preset"}
+    return frozenset((found - tables) | choices)
 
 
 def _dataclasses(tree: ast.Module) -> list[ast.ClassDef]:

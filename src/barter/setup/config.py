@@ -14,7 +14,7 @@ import tomli_w
 from barter.algorithms import ALGORITHMS
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.metrics import Evaluation
+from barter.core.metrics import MANY_CLIENTS, Evaluation
 from barter.core.params import (
     Count,
     DeviceName,
@@ -29,11 +29,13 @@ from barter.core.params import (
     nearest_name,
 )
 from barter.core.robust import AggregationRule
+from barter.core.wire_settings import WireSettings
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.sources import SOURCES
 from barter.data.splits import clients_in
 from barter.data.task import SITES, Data
 from barter.engines.adversaries import Adversaries
+from barter.engines.network import Network
 from barter.privacy import Privacy
 from barter.setup.catalogue import CHOICES, known_keys
 
@@ -69,6 +71,7 @@ RESULT_FREE = (
     "engine",
     "timeout",
     "answer_mb",
+    "state_store",
     "keep",
     "keep_rounds",
     "patience",
@@ -88,6 +91,8 @@ TABLES: dict[str, dict[str, str]] = {
     "privacy": {},
     "evaluate": {},
     "adversaries": {},
+    "network": {},
+    "wire": {},
 }
 
 
@@ -113,6 +118,9 @@ class Config:
     device_memory: Positive | None = None
     # number of CPU threads; none means the number of cores that are idle at the start
     threads: Count | None = None
+    # where the states of clients that do not take part are: in memory, or in files of the run's
+    # folder; auto is memory for up to 100 clients
+    state_store: Literal["auto", "memory", "disk"] = "auto"
     # number of clients that must answer a call; none means all that were called
     min_clients: Count | None = None
     # how answers are protected before they leave a client
@@ -125,6 +133,10 @@ class Config:
     robust_share: Fraction = 0.3  # share of adversarial clients that robust aggregation assumes
     # simulated adversarial clients, for research
     adversaries: Adversaries = dataclasses.field(default_factory=Adversaries)
+    # simulated bandwidth, latency and speed of clients; the run's record then has simulated time
+    network: Network = dataclasses.field(default_factory=Network)
+    # how payloads are encoded between server and clients
+    wire: WireSettings = dataclasses.field(default_factory=WireSettings)
     # the folder of a run whose trained networks are the initial ones; empty: start from the seed
     start: str = ""
     # checkpoint to keep in addition to those of the last rounds: none, or that of the best one on
@@ -154,6 +166,14 @@ class Config:
                 "data.validation to a share of the training images, such as 0.1"
             )
         self._require_defence()
+        self.network.require(self.clients, self.min_clients)
+        if self.network.enabled and self.engine == "flower":
+            raise ConfigError(
+                "network: links and times are simulated with engine=local only; on Flower they are "
+                "real, and timeout is the deadline"
+            )
+        object.__setattr__(self, "evaluate", self.evaluate.settle(self.clients))
+        self.wire.require(self.algorithm)
         object.__setattr__(self, "privacy", self.privacy.settle(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
             raise ConfigError(
@@ -165,6 +185,14 @@ class Config:
                 f"start={self.start!r}: sites of a run on Flower start from the seed; use "
                 "engine=local"
             )
+
+    @property
+    def stores_states(self) -> bool:
+        """Return whether clients that do not take part are stored in files."""
+        if self.engine == "flower":
+            return False
+        many = self.clients > MANY_CLIENTS
+        return self.state_store == "disk" or (self.state_store == "auto" and many)
 
     def _require_defence(self) -> None:
         """Raise ConfigError if robust aggregation or adversaries do not fit the run.
@@ -211,12 +239,15 @@ class RunSettings(TypedDict, total=False):
     streams: int
     device_memory: float | None
     threads: int | None
+    state_store: str
     min_clients: int | None
     privacy: Privacy | None
     evaluate: Evaluation | None
     robust: str
     robust_share: float
     adversaries: Adversaries | None
+    network: Network | None
+    wire: WireSettings | None
     start: str | Path
     keep: str
     keep_rounds: int
@@ -250,7 +281,8 @@ def configure(
     values: dict[str, Any] = {
         name: value
         for name, value in settings.items()
-        if value is not None or name not in ("privacy", "evaluate", "adversaries")
+        if value is not None
+        or name not in ("privacy", "evaluate", "adversaries", "network", "wire")
     }
     if "start" in values:
         values["start"] = str(values["start"])
@@ -366,6 +398,13 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     values["privacy"] = build_dataclass(Privacy, values["privacy"], "privacy.")
     values["evaluate"] = build_dataclass(Evaluation, values["evaluate"], "evaluate.")
     values["adversaries"] = build_dataclass(Adversaries, values["adversaries"], "adversaries.")
+    link_preset = values["network"].pop("preset", None)
+    values["network"] = (
+        build_dataclass(Network, values["network"], "network.")
+        if link_preset is None
+        else Network.preset(str(link_preset), values["network"])
+    )
+    values["wire"] = build_dataclass(WireSettings, values["wire"], "wire.")
     return build_dataclass(Config, values)
 
 
@@ -479,7 +518,7 @@ def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str,
             unnamed = value if path[0] == "algorithm" else TABLES[path[0]].get("name")
             if table.get("name", unnamed) != value:
                 table.clear()
-        if path == ["algorithm", "preset"]:
+        if path in (["algorithm", "preset"], ["network", "preset"]):
             # A preset in the settings overrides the fields that a file sets.
             for key in table.keys() - {"name"}:
                 del table[key]
@@ -589,7 +628,7 @@ def to_plain(config: Config) -> dict[str, Any]:
         names = {known: name for name, known in registry.items()}
         name = names.get(kind, f"{kind.__module__}:{kind.__qualname__}")
         tree[section] = {"name": name, **fields(tree[section])}
-    for section in ("data", "privacy", "evaluate", "adversaries"):
+    for section in ("data", "privacy", "evaluate", "adversaries", "network", "wire"):
         tree[section] = fields(tree[section])
     return tree
 
@@ -623,6 +662,9 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     def defaults(kind: type[Any]) -> dict[str, Any]:
         values = {f.name: f.default for f in dataclasses.fields(kind)}
+        for f in dataclasses.fields(kind):
+            if f.default_factory is dict:
+                values[f.name] = {}
         return {
             name: _as_toml(value)
             for name, value in values.items()
@@ -636,7 +678,13 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
         method = find_algorithm(algorithm["name"])
         present = drop_retired_fields(method, method.upgrade(algorithm), "algorithm.")
         filled["algorithm"] = {**defaults(method), **present}
-    sections = (("data", Data), ("evaluate", Evaluation), ("adversaries", Adversaries))
+    sections: tuple[tuple[str, type[Any]], ...] = (
+        ("data", Data),
+        ("evaluate", Evaluation),
+        ("adversaries", Adversaries),
+        ("network", Network),
+        ("wire", WireSettings),
+    )
     for section, kind in sections:
         filled[section] = {**defaults(kind), **tree.get(section, {})}
     return filled

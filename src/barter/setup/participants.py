@@ -12,6 +12,7 @@ import torch
 
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
+from barter.core.client_states import lazy_class
 from barter.core.errors import ConfigError
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
@@ -181,7 +182,9 @@ def require_apart(config: Config, overlap: int) -> None:
 def make_client(
     config: Config, k: int, network: Classifier, architecture: str, task: Task, device: torch.device
 ) -> Client:
-    """Build client k with its network, training data and tests.
+    """Build client k with its training data and tests.
+
+    Its network is copied from the given one when it is first used.
 
     Args:
         config: The configuration.
@@ -194,8 +197,8 @@ def make_client(
     tests = {"global": task.global_test, "local": task.local_tests[k]}
     if task.global_validation is not None:
         tests |= {"val": task.global_validation, "val_local": task.validation[k]}
-    kind = config.algorithm.parties()[1]
-    return kind(k, copy.deepcopy(network), device, task.train[k], tests, task.public, architecture)
+    kind = lazy_class(config.algorithm.parties()[1])
+    return kind(k, network, device, task.train[k], tests, task.public, architecture)
 
 
 def make_server(
@@ -221,7 +224,9 @@ def make_server(
             f"{title} has one model for all and needs one architecture, these clients have "
             f"{', '.join(sorted(set(names.values())))}: set models to one of them"
         )
-    build = {k: partial(copy.deepcopy, network) for k, network in parts.own.items()}
+    # One function for each network, by which the engine recognises equal networks.
+    copies = {id(network): partial(copy.deepcopy, network) for network in parts.own.values()}
+    build = {k: copies[id(network)] for k, network in parts.own.items()}
     model = None
     if algorithm.server_model.exists and parts.full is not None:
         model = copy.deepcopy(parts.full).to(device)

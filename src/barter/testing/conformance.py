@@ -25,6 +25,7 @@ from barter.core.wire import Direction, Wire
 from barter.data.sources import load_dataset
 from barter.data.task import Data
 from barter.engines.local import LocalEngine
+from barter.engines.network import Network
 from barter.experiment import Experiment
 from barter.testing.adversarial import AdversarialClient
 
@@ -35,6 +36,10 @@ ROUNDS = 3
 CLIENTS = 3
 IMAGES = 360
 MOST_ROUNDS = 20  # maximum number of rounds with an adversarial client
+DROPOUT = 0.3  # probability that a client drops out during a round
+# With this seed one client drops out during the first round, and two drop out of the second.
+DROPOUT_SEED = 87
+DROPOUT_ROUNDS = 2
 ROUNDS_AFTER = 2  # rounds after those, in which all clients are honest
 # Every leaf of the last checkpoint, and the records of all rounds.
 Outcome: TypeAlias = tuple[dict[str, Any], list[Any]]
@@ -71,6 +76,7 @@ class Trial:
         out: Path | None = None,
         resume: bool = False,
         min_clients: int | None = None,
+        network: Network | None = None,
     ) -> Experiment:
         """Return a new small federation that runs the method on few digits.
 
@@ -97,6 +103,7 @@ class Trial:
             out=out,
             resume=resume,
             min_clients=min_clients,
+            network=network,
         )
         assert isinstance(experiment.engine, LocalEngine)
         experiment.engine.cores = cores
@@ -249,8 +256,9 @@ class Vandalised(Wire):
         client: int,
         direction: Direction,
         device: torch.device | None = None,
+        size: int | None = None,
     ) -> Any:
-        arrived = super().carry(tree, method, client, direction, device)
+        arrived = super().carry(tree, method, client, direction, device, size)
         for _, leaf in leaves(isolate(tree, device, path=method)):
             if isinstance(leaf, Tensor):
                 leaf.zero_()
@@ -346,6 +354,23 @@ def _step_with_adversary(adversary: AdversarialClient, experiment: Experiment) -
             raise Violation(f"{adversary.situation}: {at} holds NaN or infinity")
 
 
+def tolerates_dropouts(trial: Trial) -> None:
+    """Run with 30 % dropouts: others must not fail, and no state may be non-finite."""
+    network = Network.preset("mobile", {"dropout": DROPOUT})
+    experiment = trial.federation(seed=DROPOUT_SEED, min_clients=1, network=network)
+    dropped = 0
+    for record in experiment.rounds(DROPOUT_ROUNDS, progress=False):
+        for failure in record.failures:
+            if "dropped out" not in failure:
+                raise Violation(f"beside clients that drop out: {failure}")
+        dropped += len(record.failures)
+    if trial.kind.crosses and not dropped:
+        raise Violation("no client dropped out: is any of `crosses` called?")
+    for at, leaf in leaves(isolate(experiment._state()), "state"):
+        if isinstance(leaf, Tensor) and not bool(leaf.isfinite().all()):
+            raise Violation(f"beside clients that drop out: {at} holds NaN or infinity")
+
+
 # Check -> the rule, as `barter check` prints it.
 CHECKS: dict[Callable[[Trial], None], str] = {
     is_documented: (
@@ -364,6 +389,9 @@ CHECKS: dict[Callable[[Trial], None], str] = {
     follows_the_seed: "the same seed gives the same run",
     tolerates_malformed_answers: (
         "one client with malformed or extreme answers harms no other client, and the run resumes"
+    ),
+    tolerates_dropouts: (
+        "clients that drop out of a simulated network before or during a round harm no other"
     ),
 }
 
