@@ -106,7 +106,8 @@ class Round:
         """Return all numbers under flat names for experiment trackers.
 
         For each metric of clients METRIC/mean and METRIC/client-K, for those of the server
-        METRIC/server; then bytes/up, bytes/down, seconds/PHASE and failures, their number.
+        METRIC/server; then bytes/up, bytes/down, seconds/PHASE,
+        simulated_seconds/PHASE and failures, their number.
         """
         flat: dict[str, float] = {}
         for metric in sorted({name for metrics in self.clients.values() for name in metrics}):
