@@ -455,6 +455,9 @@ def _local_test(
 ) -> Tensor:
     """Sample the largest local test set with the client's distribution of classes and domains.
 
+    The distribution is that of its training and validation images. `_require_tests` must have
+    passed.
+
     Args:
         dataset: The data of all clients.
         test_groups: Domain and class of each test image.
@@ -464,11 +467,6 @@ def _local_test(
 
     Returns:
         Indices of test images in ascending order.
-
-    Frequencies are those among the client's training and validation images.
-
-    Raises:
-        ConfigError: The test set has none of the client's classes.
     """
     rng = np.random.default_rng(stream_seed(seed, "local test", client))
     train_groups = _groups(dataset.domain_train[part], dataset.y_train[part], dataset)
