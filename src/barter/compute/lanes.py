@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -315,17 +315,24 @@ def take_over(module: nn.Module, other: nn.Module) -> None:
 def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]]]) -> None:
     """Run the jobs of each lane one after the other, and all lanes at the same time.
 
-    The first error of a job is raised when all lanes have finished.
+    Lanes may be on several devices. The first error of a job is raised when all lanes have
+    finished.
     """
-    caller_stream = torch.cuda.current_stream(lanes[0].device)
+    outer = current_lane()
+    caller_device = lanes[0].device if outer is None else outer.device
+    caller_stream = torch.cuda.current_stream(caller_device)
     errors: list[BaseException] = []
     busy = [(lane, lane_jobs) for lane, lane_jobs in zip(lanes, jobs, strict=True) if lane_jobs]
     finished = {id(lane): threading.Event() for lane, _ in busy}
     submitted: list[Lane] = []
 
     def serve(lane: Lane, lane_jobs: Sequence[Callable[[], None]]) -> None:
+        # What a lane of another device does on the caller's device, such as checks of what it hands
+        # over, is in the caller's stream: the caller reads it there.
+        at_home = lane.device == caller_device
+        handover = nullcontext() if at_home else torch.cuda.stream(caller_stream)
         try:
-            with _baton, lane.open():
+            with _baton, handover, lane.open():
                 lane.stream.wait_stream(caller_stream)
                 for job in lane_jobs:
                     job()
@@ -356,7 +363,6 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
             caller_stream.wait_stream(lane.stream)
             lane.shared = False
         torch.set_rng_state(rng)
-        outer = current_lane()
         if outer is not None:
             outer.draw_here()
     if errors:
