@@ -83,7 +83,7 @@ def resolve_precision(name: str, *devices: torch.device) -> Precision:
 def _supports_bf16(device: torch.device) -> bool:
     """Return whether a GPU computes in bf16 natively."""
     with torch.cuda.device(device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def limit_memory(device: torch.device, gib: float | None) -> int:
