@@ -88,7 +88,7 @@ def parse_profile(text: str) -> WireSettings:
     return WireSettings(
         profile=cast(Any, profile),
         fields=fields,
-        deflate="deflate" in changes,
+        deflate=True if "deflate" in changes else None,
         rounding="stochastic" if "stochastic" in changes else "nearest",
     )
 

@@ -20,10 +20,12 @@ MISTAKES = {
     "run --device-memory x": "Invalid value for '--device-memory': 'x' is not a number.",
     "compare --target 2": "Invalid value for '--target': '2' is not a number between 0 and 1.",
     "run --device gpu": (
-        "Invalid value for '--device': 'gpu' is not one of auto, cpu, cuda, cuda:N."
+        "Invalid value for '--device': 'gpu' is not one of auto, cpu, cuda, cuda:N, or several of "
+        "one kind such as cuda:0,cuda:1."
     ),
     "run --device cuda:x": (
-        "Invalid value for '--device': 'cuda:x' is not one of auto, cpu, cuda, cuda:N."
+        "Invalid value for '--device': 'cuda:x' is not one of auto, cpu, cuda, cuda:N, or several of "
+        "one kind such as cuda:0,cuda:1."
     ),
     "--seed 7": "No such option '--seed'.",
     "run --seed 7": "there is no --seed: write --set seed=...",

@@ -248,7 +248,10 @@ class Experiment:
             self.task = federation.task
             self.architectures = list(federation.architectures)
         self.device = self.server.device
-        self.precision = resolve_precision(self.config.precision, self.device)
+        self.devices = [self.device]
+        if isinstance(self.engine, LocalEngine):
+            self.devices = list(self.engine.devices)
+        self.precision = resolve_precision(self.config.precision, *self.devices)
         self.server.monitor = self.engine
         self.engine.evaluation = self.config.evaluate
         self.engine.last_round = self.config.rounds
@@ -605,8 +608,10 @@ class Experiment:
                 server["val"] = validated["global"]
         seconds = {**self.engine.seconds, "round": time.perf_counter() - start}
         if self.device.type == "cuda":
-            server["device_memory"] = float(torch.cuda.max_memory_reserved(self.device))
-            torch.cuda.reset_peak_memory_stats(self.device)
+            devices = set(self.devices)
+            server["device_memory"] = float(max(map(torch.cuda.max_memory_reserved, devices)))
+            for device in devices:
+                torch.cuda.reset_peak_memory_stats(device)
         failures = [str(failure) for failure in self.engine.failures]
         self.engine.seconds.clear()
         self.engine.failures.clear()

@@ -50,6 +50,18 @@ def test_who_is_at_work_is_not_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moves[3:] == [(0, "cpu")], "a budget too small for one: it leaves when its turn is over"
 
 
+def test_a_full_device_leaves_the_clients_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients, moves = watched(monkeypatch)
+    for k, client in clients.items():
+        client.device = torch.device("meta", k % 2)
+    parking = Parking(clients, limit=300)
+    for k in (1, 0, 2):
+        with parking.on_device(clients[k]):
+            pass
+    assert list(parking.sizes) == [1, 2], "0 made room for 2, and 1 is elsewhere"
+    assert moves[-1] == (0, "cpu")
+
+
 def test_without_a_device_there_is_no_budget() -> None:
     assert limit_memory(torch.device("cpu"), 3.0) == 0
 

@@ -39,7 +39,7 @@ def finished(experiment: Experiment, rounds: int = 2) -> dict[str, Any]:
 
 
 def captured(engine: LocalEngine) -> list[Captured]:
-    everywhere = [*engine.lanes, *([engine.home] if engine.home else [])]
+    everywhere = [*engine.lanes, *([engine.server_lane] if engine.server_lane else [])]
     steps = [
         step for lane in everywhere for t in lane.trainers.values() for step in t.steps.values()
     ]
@@ -73,6 +73,13 @@ def test_the_number_of_streams_changes_nothing(name: str, precision: str) -> Non
     assert same(one, three)
 
 
+@pytest.mark.parametrize("name", ["fedavg", "dffke"])
+def test_a_device_listed_twice_changes_nothing(name: str) -> None:
+    twice = on_cuda(name, device=["cuda:0", "cuda:0"], streams=2)
+    assert len(twice.engine.lanes) == 3, "two clients on the first entry, one on the second"
+    assert same(finished(on_cuda(name, device="cuda:0")), finished(twice))
+
+
 def test_a_run_takes_over_the_tracks_of_those_that_are_gone() -> None:
     """Where the last experiment is still there when the next one begins, as in a notebook, two sets of tracks serve."""
     held = []
@@ -96,7 +103,7 @@ def test_parking_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         return fetched(self, client)
 
     monkeypatch.setattr(Parking, "on_device", watched)
-    monkeypatch.setattr(Parking, "is_crowded", lambda self: True)
+    monkeypatch.setattr(Parking, "is_crowded", lambda self, device: True)
     parked = finished(on_cuda(name))
     assert seen.count("cpu") == len(seen) > 3
     assert same(

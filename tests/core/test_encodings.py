@@ -121,6 +121,7 @@ def test_images_of_bytes_are_lossless_or_nearly_so(channels: int) -> None:
     images = photos(channels=channels)
     lossless = code(images, "webp")
     assert torch.equal(sent(lossless), images)
+    assert torch.equal(sent(code(images, "webp-7bit")), images)
     assert lossless.nbytes < images.numel() / 1.5
     errors = []
     for encoding in ("webp-90", "webp-75"):
@@ -132,16 +133,17 @@ def test_images_of_bytes_are_lossless_or_nearly_so(channels: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("encoding", ["uint8", "webp"])
-def test_images_of_floats_have_256_levels_of_each_channel(
-    encoding: str, dtype: torch.dtype
+@pytest.mark.parametrize(("encoding", "most"), [("uint8", 255), ("webp", 255), ("webp-7bit", 127)])
+def test_images_of_floats_have_levels_of_each_channel(
+    encoding: str, most: int, dtype: torch.dtype
 ) -> None:
     images = (photos().float() / 100 * torch.tensor([1.0, 5.0, 0.1]).view(3, 1, 1) - 1).to(dtype)
     decoded = sent(code(images, encoding))
     assert decoded.dtype == dtype
     low, high = images.float().amin((0, 2, 3)), images.float().amax((0, 2, 3))
-    limit = ((high - low) / 255 * 0.51 + images.float().abs().amax() * 1e-3).view(3, 1, 1)
+    limit = ((high - low) / most * 0.51 + images.float().abs().amax() * 1e-3).view(3, 1, 1)
     assert ((decoded.float() - images.float()).abs() <= limit).all()
+    assert 32 < len(decoded[:, 0].unique()) <= most + 1
 
 
 def test_many_images_have_several_sheets(monkeypatch: pytest.MonkeyPatch) -> None:

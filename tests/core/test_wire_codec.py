@@ -66,6 +66,10 @@ def test_the_most_specific_name_of_a_field_counts() -> None:
     assert settings.encoding_of("learn.labels", "exact") == "exact"
     said = "small (embeddings: half, learn.embeddings: int4, logits: exact)"
     assert str(settings) == said
+    assert settings.deflates
+    assert not WireSettings(profile="lean").deflates
+    unpacked = WireSettings(profile="small", deflate=False)
+    assert (unpacked.deflates, str(unpacked)) == (False, "small (not deflated)")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_weights_keep_what_is_no_matrix() -> None:
     w = dict(network.state_dict())
     w["1.running_var"] = torch.full((8,), 1e-9)
     w["1.num_batches_tracked"] = torch.tensor(123_456_789)
-    decoded, size = codec("fedavg").transmit(w, "client_update", "up", 0)
+    decoded, size = codec("fedavg", deflate=False).transmit(w, "client_update", "up", 0)
     for name, value in w.items():
         assert torch.equal(decoded[name], value) == (value.ndim < 2), name
     matrices = [value for value in w.values() if value.ndim > 1]
@@ -128,8 +132,8 @@ def test_a_payload_survives_other_values_and_its_sizes_are_known_before_it_is_de
     for key, value in again[0]["entries"][0]["codes"].items():
         assert torch.equal(value, codes[key])
     first = sent[0]["entries"][0]["codes"]
-    assert first[6][ENCODED] == "int8", "codes in place of images"
-    assert first[4][ENCODED] == "webp-90"
+    assert first[6][ENCODED] == "int4", "codes in place of images"
+    assert first[4][ENCODED] == "webp-75"
     assert torch.is_tensor(first[5])
 
 

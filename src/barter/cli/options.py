@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from barter.core.params import DEVICES
+from barter.core.params import DEVICE_LIST
 
 __all__ = [
     "AlgorithmName",
@@ -98,15 +98,17 @@ def real_number(least: float = -math.inf, most: float = math.inf) -> Callable[[s
 
 
 def _device_name(name: str | None) -> str | None:
-    """Return the name of a device; raise if it is none."""
-    if name is not None and name not in DEVICES:
-        raise typer.BadParameter(f"{name!r} is not {DEVICES}.")
+    """Return the name of a device or of several; raise if it is none."""
+    if name is not None and name not in DEVICE_LIST:
+        raise typer.BadParameter(f"{name!r} is not {DEVICE_LIST}.")
     return name
 
 
 Device = Annotated[
     str | None,
-    typer.Option(callback=_device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
+    typer.Option(
+        callback=_device_name, metavar="auto|cpu|cuda|cuda:N[,cuda:N]", help="Where to compute."
+    ),
 ]
 
 

@@ -57,7 +57,7 @@ from barter.runs.progress import ManyRuns, Watcher, pluralise
 from barter.runs.summary import summary_cells
 from barter.runs.tables import closing_table
 from barter.setup.config import Config, read_toml, resolve, with_settings
-from barter.setup.hardware import resolve_device
+from barter.setup.hardware import resolve_devices
 from barter.setup.participants import architecture_names, require_apart
 from barter.setup.trust import DEPLOYMENT, read_run, require_consent
 
@@ -307,7 +307,7 @@ def _drive(
         f"{type(config.algorithm).__name__} on {config.data.source}: "
         f"{pluralise(config.clients, 'client')}, "
         f"{pluralise(architectures, 'architecture')}, {pluralise(config.rounds, 'round')}, "
-        f"{experiment.device}{_thread_count(experiment.config.threads)}"
+        f"{', '.join(map(str, experiment.devices))}{_thread_count(experiment.config.threads)}"
         f"{_wire_profile(config)}; folder {out}"
     )
     _print_variant(console, config.algorithm)
@@ -404,7 +404,7 @@ def _drive_flower(
     loopback = import_optional("flower.loopback")
     if simulate:
         import_optional("ray")
-    if config.threads is None and resolve_device(config.device).type == "cpu":
+    if config.threads is None and resolve_devices(config.device)[0].type == "cpu":
         config = replace(config, threads=free_cores())
     task = make_task(
         config.data, config.partition, config.clients, config.seed, torch.device("cpu")

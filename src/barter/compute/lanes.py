@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -349,22 +349,28 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
     next wait. Torch's random state on the CPU is the same afterwards as before.
 
     Args:
-        lanes: The lanes, at least one, all of one device.
+        lanes: The lanes, at least one; they may be on several devices.
         jobs: The jobs of each lane; a lane may have none.
 
     Raises:
         BaseException: The error of a job that was raised first, when all lanes have finished.
         ValueError: If there are not as many lists of jobs as lanes.
     """
-    caller_stream = torch.cuda.current_stream(lanes[0].device)
+    outer = current_lane()
+    caller_device = lanes[0].device if outer is None else outer.device
+    caller_stream = torch.cuda.current_stream(caller_device)
     errors: list[BaseException] = []
     busy = [(lane, lane_jobs) for lane, lane_jobs in zip(lanes, jobs, strict=True) if lane_jobs]
     finished = {id(lane): threading.Event() for lane, _ in busy}
     submitted: list[Lane] = []
 
     def serve(lane: Lane, lane_jobs: Sequence[Callable[[], None]]) -> None:
+        # What a lane of another device does on the caller's device, such as checks of what it hands
+        # over, is in the caller's stream: the caller reads it there.
+        at_home = lane.device == caller_device
+        handover = nullcontext() if at_home else torch.cuda.stream(caller_stream)
         try:
-            with _baton, lane.open():
+            with _baton, handover, lane.open():
                 lane.stream.wait_stream(caller_stream)
                 for job in lane_jobs:
                     job()
@@ -395,7 +401,6 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
             caller_stream.wait_stream(lane.stream)
             lane.shared = False
         torch.set_rng_state(rng)
-        outer = current_lane()
         if outer is not None:
             outer.draw_here()
     if errors:

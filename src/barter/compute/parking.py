@@ -30,17 +30,17 @@ class Guest(Protocol):
 
 
 class Parking:
-    """Placement of clients on the device; the least recently used are evicted.
+    """Placement of clients on their devices; the least recently used are evicted.
 
     Args:
         clients: All clients by id.
-        limit: Bytes of device memory that the run may use; 0 moves nothing.
+        limit: Bytes that the run may use of each device's memory; 0 moves nothing.
     """
 
     def __init__(self, clients: Mapping[int, Guest], limit: int) -> None:
         self.clients = clients
         self.limit = limit
-        # Bytes of the clients on the device, the least recently used first.
+        # Bytes of the clients that are on their device, the least recently used first.
         self.sizes: OrderedDict[int, int] = OrderedDict()
         self.at_work: set[int] = set()
 
@@ -57,7 +57,7 @@ class Parking:
             return
         self.at_work.add(client.id)
         try:
-            self._make_room()
+            self._make_room(client.device)
             if client.id not in self.sizes:
                 client.move(client.device)
             yield
@@ -69,21 +69,26 @@ class Parking:
                 self.at_work.discard(client.id)
                 self.sizes[client.id] = client.footprint()
                 self.sizes.move_to_end(client.id)
-            self._make_room()
+            self._make_room(client.device)
 
-    def is_crowded(self) -> bool:
-        """Return whether clients must leave the device to free memory.
+    def is_crowded(self, device: torch.device) -> bool:
+        """Return whether clients must leave a device to free memory.
 
         This is so if the clients that have worked and are on the device take more than half of the
         limit, or all allocations more than three fifths.
         """
-        allocated = torch.cuda.memory_allocated()  # 0 without CUDA
-        return sum(self.sizes.values()) > self.limit // 2 or allocated > self.limit * 3 // 5
+        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        held = sum(self.sizes[k] for k in self._clients_on(device))
+        return held > self.limit // 2 or allocated > self.limit * 3 // 5
 
-    def _make_room(self) -> None:
+    def _clients_on(self, device: torch.device) -> list[int]:
+        """Return the clients that are on this device, the least recently used first."""
+        return [k for k in self.sizes if self.clients[k].device == device]
+
+    def _make_room(self, device: torch.device) -> None:
         """Move idle clients to the host, least recently used first, until there is room."""
-        idle = [k for k in self.sizes if k not in self.at_work]
-        while idle and self.is_crowded():
+        idle = [k for k in self._clients_on(device) if k not in self.at_work]
+        while idle and self.is_crowded(device):
             k = idle.pop(0)
             del self.sizes[k]
             self.clients[k].move(HOST)

@@ -13,7 +13,8 @@ it from an untrusted party and checks every size before anything is allocated.
 | int4 | 0.5 | 16 levels of the square root, so that small values have finer ones |
 | uint8 | 1 | 256 levels between the extremes of each channel of images |
 | webp | less | the same, as lossless WebP of sheets of many images |
-| webp-90, webp-75 | less | the same, as lossy WebP of this quality |
+| webp-7bit | less | the same with 128 levels; images of bytes keep theirs |
+| webp-90, webp-75 | less | as uint8, then lossy WebP of this quality |
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 EncodingName: TypeAlias = Literal[
-    "exact", "half", "bfloat16", "int8", "int4", "uint8", "webp", "webp-90", "webp-75"
+    "exact", "half", "bfloat16", "int8", "int4", "uint8", "webp", "webp-7bit", "webp-90", "webp-75"
 ]
 # Which values of a tensor share a scale: those of an index of the first axis (the output channel of
 # weights), those along the last axis (an embedding), or all.
@@ -55,7 +56,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 ENCODINGS: Final = get_args(EncodingName)
-IMAGE_ENCODINGS: Final = ("uint8", "webp", "webp-90", "webp-75")
+IMAGE_ENCODINGS: Final = ("uint8", "webp", "webp-7bit", "webp-90", "webp-75")
 WEBP_QUALITY: Final = {"webp-90": 90, "webp-75": 75}  # The others are lossless.
 # The key that distinguishes a coded tensor from other dicts of a payload.
 ENCODED = "wire.encoding"
@@ -71,7 +72,7 @@ OVERHEAD = 64  # Bytes of a tensor's description, which small tensors do not sav
 LARGEST = 3e38  # Of a number that is encoded: larger ones would become infinite.
 DEFLATE_LEVEL = 1
 WEBP_METHOD = 2  # Effort from 0 to 6: more is slower and hardly smaller.
-LOSSLESS_EFFORT = 50  # Effort from 0 to 100.
+LOSSLESS_EFFORT = 20  # Effort from 0 to 100.
 
 
 def is_image_batch(tensor: Tensor) -> bool:
@@ -330,7 +331,7 @@ def _quantise(
     elif encoding == "bfloat16":
         levels = values.bfloat16().view(-1).view(torch.uint8)
     elif encoding in IMAGE_ENCODINGS:
-        levels, scales = _to_pixels(values)
+        levels, scales = _to_pixels(values, 127 if encoding == "webp-7bit" else 255)
     else:
         row_length = values.numel() // _row_count(tuple(values.shape), rows)
         if rows == "last" and row_length < SHORT_ROW:
@@ -379,18 +380,18 @@ def _round(values: Tensor, noise: torch.Generator | None) -> Tensor:
     return (values + torch.rand(values.shape, generator=noise).to(values.device)).floor()
 
 
-def _to_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return images as bytes, and the least value and the step of each channel.
+def _to_pixels(images: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return images as bytes up to `most`, and the least value and the step of each channel.
 
-    Images that are bytes already have neither.
+    Images that are bytes already stay as they are, and have neither.
     """
     if images.dtype == torch.uint8:
         return images.view(-1), torch.zeros(0, device=images.device)
     values = images.float()
     least = values.amin((0, 2, 3))
-    step = (values.amax((0, 2, 3)) - least) / 255
+    step = (values.amax((0, 2, 3)) - least) / most
     divisors = torch.where(step > 0, step, torch.ones_like(step)).view(1, -1, 1, 1)
-    levels = ((values - least.view(1, -1, 1, 1)) / divisors).round().clamp_(0, 255)
+    levels = ((values - least.view(1, -1, 1, 1)) / divisors).round().clamp_(0, most)
     return levels.to(torch.uint8).view(-1), torch.cat([least, step])
 
 

@@ -109,6 +109,7 @@ class Images:
         self.labels = labels
         self.spec = spec
         self.augment = augment or Augment()
+        self._copies: dict[torch.device, Images] = {}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -121,6 +122,20 @@ class Images:
     def side(self) -> int:
         """Return the width of the stored images, before they are resized to the spec."""
         return self.pixels.shape[-1]
+
+    def to(self, device: torch.device) -> Images:
+        """Return the images on a device.
+
+        These are the images themselves if they are there already, otherwise a copy, which later
+        calls return too.
+        """
+        if device == self.device:
+            return self
+        if device not in self._copies:
+            pixels = self.pixels.to(device)
+            labels = self.labels.to(device)
+            self._copies[device] = Images(pixels, labels, self.spec, self.augment)
+        return self._copies[device]
 
     def fingerprint(self) -> str:
         """Return a hash of the images and labels, 16 hexadecimal digits."""
@@ -176,6 +191,12 @@ class SharedImages(Images):
     @property
     def side(self) -> int:
         return self._source.side
+
+    def to(self, device: torch.device) -> Images:
+        if device == self.device:
+            return self
+        index = self._find.to(device) if isinstance(self._find, Tensor) else self._find
+        return SharedImages(self._source.to(device), index, self.augment)
 
     def __getattr__(self, name: str) -> Any:
         """Gather pixels or labels when they are first read."""

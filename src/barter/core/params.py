@@ -21,7 +21,9 @@ from barter.core.field_comments import read_comments, read_headings
 __all__ = [
     "BY_PYTHON",
     "DEVICES",
+    "DEVICE_LIST",
     "Count",
+    "DeviceList",
     "DeviceName",
     "Field",
     "Fraction",
@@ -89,8 +91,14 @@ NonNegative = Annotated[float, Range(ge=0)]
 Count = Annotated[int, Range(ge=1)]
 Whole = Annotated[int, Range(ge=0)]
 Side = Annotated[int, Range(ge=1, le=4096)]  # Height or width of an image in pixels.
-DEVICES = Spelling(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?", "one of auto, cpu, cuda, cuda:N")
+_CUDA = r"cuda(:(0|[1-9][0-9]{0,2}))?"
+DEVICES = Spelling(rf"auto|cpu|{_CUDA}", "one of auto, cpu, cuda, cuda:N")
 DeviceName = Annotated[str, DEVICES]
+DEVICE_LIST = Spelling(
+    rf"auto|cpu(,cpu)*|{_CUDA}(,{_CUDA})*",
+    f"{DEVICES}, or several of one kind such as cuda:0,cuda:1",
+)
+DeviceList = Annotated[str, DEVICE_LIST]
 
 
 @dataclasses.dataclass(frozen=True)

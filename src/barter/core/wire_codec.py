@@ -148,7 +148,7 @@ class WireCodec:
         if is_shared and self._shared is not None and key in self._shared:
             return self._shared[key][1]
         code = encode_tensor(
-            tensor, encoding, rows=rows, deflate=self.settings.deflate, noise=noise
+            tensor, encoding, rows=rows, deflate=self.settings.deflates, noise=noise
         )
         if is_shared and self._shared is not None:
             if code is not None and tensor.is_cuda:

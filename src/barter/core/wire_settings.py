@@ -60,17 +60,18 @@ PROFILES: Final[Mapping[ProfileName, Mapping[ContentKind, EncodingName]]] = {
         "weights": "half",
         "embeddings": "int8",
         "logits": "half",
-        "images": "webp",
+        "images": "webp-7bit",
         "values": "half",
     },
     "small": {
         "weights": "int8",
-        "embeddings": "int8",
+        "embeddings": "int4",
         "logits": "int8",
-        "images": "webp-90",
+        "images": "webp-75",
         "values": "half",
     },
 }
+DEFLATED_PROFILES: Final[frozenset[ProfileName]] = frozenset({"small"})
 # Names of the last axis of tensors that hold a vector in every row.
 VECTOR_AXES = frozenset({"features", "code_dim", "vector"})
 
@@ -87,18 +88,26 @@ class WireSettings:
     fields: dict[str, EncodingName] = field(default_factory=dict)
     # rounding of int8 and int4: to the nearest level, or at random so that the mean is right
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    # compress encoded floats by zlib too: about a tenth fewer bytes, at the cost of time
-    deflate: bool = False
+    # compress encoded floats by zlib too: a tenth fewer bytes or more, at the cost of time; none
+    # does so in profile small
+    deflate: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "wire.")
 
     def __str__(self) -> str:
         fields = [f"{name}: {encoding}" for name, encoding in sorted(self.fields.items())]
-        extras = [*fields, *(["deflated"] if self.deflate else [])]
+        extras = [*fields]
+        if self.deflate is not None:
+            extras.append("deflated" if self.deflate else "not deflated")
         if self.rounding != "nearest":
             extras.append(f"{self.rounding} rounding")
         return f"{self.profile} ({', '.join(extras)})" if extras else self.profile
+
+    @property
+    def deflates(self) -> bool:
+        """Return whether encoded floats are compressed by zlib."""
+        return self.profile in DEFLATED_PROFILES if self.deflate is None else self.deflate
 
     @property
     def is_exact(self) -> bool:

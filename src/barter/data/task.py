@@ -149,7 +149,7 @@ class Task:
 
     def class_table(self) -> Tensor:
         """Return the number of training images (clients, classes), without validation."""
-        return torch.stack([images.class_counts() for images in self.train]).cpu()
+        return torch.stack([images.class_counts().cpu() for images in self.train])
 
 
 def make_task(
@@ -248,6 +248,25 @@ def make_task(
         tests_by_labels=bool(data.validation) or not (dataset.own_tests and brought),
         overlap=0 if public is None else overlap(dataset.x_train, public),
         notes=dataset.notes,
+    )
+
+
+def place_clients(task: Task, devices: Sequence[torch.device]) -> Task:
+    """Return the task with every client's images on its device.
+
+    Args:
+        task: The data of all clients.
+        devices: The device of each client.
+    """
+
+    def place(parts: Sequence[Images]) -> list[Images]:
+        return [images.to(device) for images, device in zip(parts, devices, strict=False)]
+
+    return replace(
+        task,
+        train=place(task.train),
+        local_tests=place(task.local_tests),
+        validation=place(task.validation),
     )
 
 

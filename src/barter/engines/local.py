@@ -27,7 +27,7 @@ from barter.core.clients import Failure, Replies
 from barter.core.evaluation import record_local_only
 from barter.core.metrics import MANY_CLIENTS
 from barter.core.nodes import Client, Monitor
-from barter.core.payload import Payload, State, isolate, leaves
+from barter.core.payload import Payload, State, isolate, leaves, map_leaves
 from barter.core.wire_codec import WireCodec
 from barter.engines import forks
 from barter.engines.adversaries import Adversaries, poison, states_in
@@ -38,7 +38,7 @@ from barter.engines.network import CallWork, Clock
 from barter.privacy.guard import Guard
 from barter.privacy.side_information import EPSILON, FAILURES
 
-__all__ = ["LocalEngine"]
+__all__ = ["LocalEngine", "device_slot"]
 
 log = logging.getLogger("barter")
 
@@ -46,6 +46,14 @@ _EVALUATION = Algorithm.evaluate.__name__
 EVERYBODY = -1  # Stands for all clients where a client's id is expected.
 DELIVERY = "delivery"  # Stands for a method where any of the deferred ones may run.
 FORK_SECONDS = 0.1  # A shorter call costs less than a process of its own.
+
+
+def device_slot(client: int, devices: int) -> int:
+    """Return which of a run's devices a client computes on.
+
+    It depends on the client's id alone: not on the clients that take part in a round.
+    """
+    return client % devices
 
 
 def _raise(error: Exception) -> Any:
@@ -72,8 +80,9 @@ class LocalEngine(BaseEngine):
         seed: The run's seed.
         min_clients: The number of clients that must answer a call; None for all that are called.
         monitor: Observes the progress of the run.
-        streams: The number of CUDA streams (lanes) on which clients run in parallel.
-        device_memory: Bytes of GPU memory for modules and for clients between their calls.
+        streams: The number of CUDA streams (lanes) of each device on which clients run in
+            parallel.
+        device_memory: Bytes of each GPU's memory for modules and for clients between their calls.
         tune: Called with each module that a lane keeps, to make it faster.
         threads: The number of CPU cores; None for torch's number of threads.
         guard: Protects answers as the run's privacy settings require; None for no protection.
@@ -81,6 +90,8 @@ class LocalEngine(BaseEngine):
         adversaries: What simulated adversarial clients do, and their ids.
         clock: Simulated time and network; None for none.
         codec: Encodes what server and clients send each other; None to send it as it is.
+        devices: The run's devices, the server's first. Client k is on that of `device_slot`. None
+            if all clients are on one device, which is the server's too.
     """
 
     def __init__(
@@ -100,6 +111,7 @@ class LocalEngine(BaseEngine):
         adversaries: tuple[Adversaries, Sequence[int]] = (Adversaries(), ()),
         clock: Clock | None = None,
         codec: WireCodec | None = None,
+        devices: Sequence[torch.device] | None = None,
     ) -> None:
         super().__init__(
             algorithm, seed=seed, min_clients=min_clients, monitor=monitor, codec=codec
@@ -124,26 +136,43 @@ class LocalEngine(BaseEngine):
         self._local_only = True  # True if nothing was exchanged before the current call.
         self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
+        self._lane_slots: list[int] = []  # Which of the devices each lane is on.
         self.server_lane: Lane | None = None
         self.cores = threads or torch.get_num_threads() if forks.can_fork() else 1
-        device = next(iter(clients.values())).device
-        if device.type == "cuda":
-            # A quarter of the memory is for the modules of lanes. Parking manages the memory of
-            # clients between their calls.
-            width = min(streams, len(clients))
+        self.devices = tuple(devices or [next(iter(clients.values())).device])
+        if self.devices[0].type == "cuda":
             # Rough estimate of a client's work: its images times the size of its network.
             self.loads = {
                 k: len(client.data) * client.model_bytes() for k, client in clients.items()
             }
-            # Clients with much more work would finish last, so they get lanes of high priority.
-            threshold = 1.5 * statistics.fmean(self.loads.values())
-            n_large = sum(load > threshold for load in self.loads.values())
-            urgent = min(n_large, width // 2)
-            self.lanes = [
-                Lane(device, device_memory // 8 // width, tune=tune, urgent=i < urgent)
-                for i in range(width)
-            ]
-            self.server_lane = Lane(device, device_memory // 8, tune=tune)
+            for slot in range(len(self.devices)):
+                own_lanes = self._make_lanes(slot, streams, device_memory, tune)
+                self.lanes += own_lanes
+                self._lane_slots += [slot] * len(own_lanes)
+            self.server_lane = Lane(self.devices[0], device_memory // 8, tune=tune)
+
+    def _make_lanes(
+        self, slot: int, streams: int, device_memory: int, tune: Tune | None
+    ) -> list[Lane]:
+        """Return the lanes of one of the run's devices.
+
+        A quarter of a device's memory is for the modules of lanes and of the server. Parking
+        manages the memory of clients between their calls.
+        """
+        device = self.devices[slot]
+        loads = [load for k, load in self.loads.items() if self._slot(k) == slot]
+        if not loads:
+            return []
+        width = min(streams, len(loads))
+        # Clients with much more work would finish last, so they get lanes of high priority.
+        threshold = 1.5 * statistics.fmean(loads)
+        urgent = min(sum(load > threshold for load in loads), width // 2)
+        room = device_memory // 8 // self.devices.count(device) // width
+        return [Lane(device, room, tune=tune, urgent=i < urgent) for i in range(width)]
+
+    def _slot(self, client: int) -> int:
+        """Return which of the run's devices a client computes on."""
+        return device_slot(client, len(self.devices))
 
     @property
     def client_ids(self) -> Sequence[int]:
@@ -350,7 +379,20 @@ class LocalEngine(BaseEngine):
             references = [*states_in(sent), self._before[client]]
             stream = self.stream(f"attack {method} {client}")
             answer = poison(answer, self.adversaries, self.algorithm, method, references, stream)
+        answer = self._move_answer(answer, method, self.clients[client].device)
         return super().receive_answer(answer, method, client, sent)
+
+    def _move_answer(self, answer: Payload, method: str, device: torch.device) -> Payload:
+        """Return an answer with what is on the client's device moved to the server's."""
+        server = self.devices[0]
+        if device == server:
+            return answer
+
+        def move(_: str, leaf: Any) -> Any:
+            is_there = isinstance(leaf, Tensor) and leaf.device == device
+            return isolate(leaf, server) if is_there else leaf
+
+        return map_leaves(answer, move, method)
 
     def _call_here(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """Run a client's call in this process and return the checked answer.
@@ -468,16 +510,15 @@ class LocalEngine(BaseEngine):
     def _run_on_lanes(self, tasks: Mapping[int, Callable[[], None]]) -> None:
         """Distribute clients' tasks over the lanes and run them.
 
-        The largest come first, each on the lane with the least work so far, preferably one that has
-        graphs for the client's architecture.
+        The largest come first, each on the lane of its device with the least work so far,
+        preferably one that has graphs for the client's architecture.
         """
         loads = [0] * len(self.lanes)
         queues: list[list[Callable[[], None]]] = [[] for _ in self.lanes]
         for k in sorted(tasks, key=lambda k: -self.loads[k]):
             name = ("model", self.clients[k].architecture)
-            chosen = min(
-                range(len(loads)), key=lambda i: (loads[i], name not in self.lanes[i].modules, i)
-            )
+            there = [i for i, slot in enumerate(self._lane_slots) if slot == self._slot(k)]
+            chosen = min(there, key=lambda i: (loads[i], name not in self.lanes[i].modules, i))
             loads[chosen] += self.loads[k]
             queues[chosen].append(tasks[k])
         # References keep all tensors that clients may read alive until every lane is done. Memory

@@ -22,7 +22,7 @@ from barter.recipes.recipe import PublishedRecipe
 from barter.recipes.stored import SeedSpread, StoredRun, dotted_settings, spread_over_seeds
 from barter.runs.summary import METRICS, MIN_SEEDS, SERVER_PREFIX, metric_value
 from barter.setup.config import RESULT_FREE, Config, resolve, to_plain
-from barter.setup.hardware import resolve_device
+from barter.setup.hardware import resolve_devices
 from barter.version import __version__
 
 __all__ = [
@@ -111,10 +111,11 @@ def store_run(row: str, config: Config, rounds: Sequence[Round]) -> StoredRun:
 
 def describe_hardware(config: Config) -> str:
     """Describe the device that a configuration computes on, and the version of torch."""
-    device = resolve_device(config.device)
+    devices = resolve_devices(config.device)
     version = torch.__version__.partition("+")[0]
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {version}"
+    if devices[0].type == "cuda":
+        names = dict.fromkeys(map(torch.cuda.get_device_name, devices))
+        return f"{', '.join(names)}, torch {version}"
     cores = os.cpu_count() or 1
     return f"{platform.machine()}, {cores} cores, torch {version}"
 

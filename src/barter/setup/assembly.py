@@ -19,16 +19,16 @@ from barter.core.payload import Payload
 from barter.core.wire_codec import WireCodec
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.splits import clients_in
-from barter.data.task import Data, Task, make_task, overlap_note
+from barter.data.task import Data, Task, make_task, overlap_note, place_clients
 from barter.engines.adversaries import choose, flip_labels
 from barter.engines.base import BaseEngine
-from barter.engines.local import LocalEngine
+from barter.engines.local import LocalEngine, device_slot
 from barter.engines.network import Clock
 from barter.models.zoo import Own
 from barter.privacy.guard import Guard
 from barter.runs.folder import read_finished_round
 from barter.setup.config import Config, find_partition
-from barter.setup.hardware import limit_memory, resolve_device
+from barter.setup.hardware import limit_memory, resolve_devices
 from barter.setup.participants import (
     describe_networks,
     make_all_networks,
@@ -125,16 +125,18 @@ def assemble(
         raise ConfigError(
             "this run's models were given in Python: resume it there, with out=... and resume=True"
         )
-    device = resolve_device(config.device)
-    memory = limit_memory(device, config.device_memory)
+    devices = resolve_devices(config.device)
+    memory = min(limit_memory(device, config.device_memory) for device in devices)
+    device_of = [devices[device_slot(k, len(devices))] for k in range(config.clients)]
     task = make_task(
         config.data,
         config.partition,
         config.clients,
         config.seed,
-        device,
+        devices[0],
         shared=config.stores_states,
     )
+    task = place_clients(task, device_of)
     require_apart(config, task.overlap)
     if task.overlap:
         log.warning("data.public=%r: %s", config.data.public, overlap_note(task.overlap))
@@ -142,7 +144,8 @@ def assemble(
         log.warning("%s: %s", config.data.source, note)
     names, parts = make_all_networks(config, models or [(config.models, None)], task.spec)
     clients = {
-        k: make_client(config, k, parts.own[k], parts.names[k], task, device) for k in parts.own
+        k: make_client(config, k, parts.own[k], parts.names[k], task, device_of[k])
+        for k in parts.own
     }
     adversarial = choose(config.adversaries, config.clients, config.seed)
     if adversarial:
@@ -164,7 +167,7 @@ def assemble(
             methods=list(config.algorithm.crosses),
             min_clients=config.min_clients,
         )
-    server = make_server(config, names, parts, task.spec, task.public, device)
+    server = make_server(config, names, parts, task.spec, task.public, devices[0])
     engine = LocalEngine(
         config.algorithm,
         clients,
@@ -180,6 +183,7 @@ def assemble(
         adversaries=(config.adversaries, adversarial),
         clock=clock,
         codec=make_codec(config),
+        devices=devices,
     )
     if config.timeout is not None and (why := engine.timeout_gap()):
         log.warning(

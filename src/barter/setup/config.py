@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -17,7 +17,7 @@ from barter.core.errors import ConfigError
 from barter.core.metrics import MANY_CLIENTS, Evaluation
 from barter.core.params import (
     Count,
-    DeviceName,
+    DeviceList,
     Fraction,
     Positive,
     Whole,
@@ -110,7 +110,8 @@ class Config:
     models: str = "auto"
     rounds: Count = 5  # T: communication rounds
     seed: Whole = 0  # seed of all random numbers of the run
-    device: DeviceName = "auto"  # where the run computes
+    # where the run computes; clients take turns over several devices, and the server has the first
+    device: DeviceList = "auto"
     # precision of the computation; auto is bf16 on CUDA, else fp32
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     streams: Count = 10  # number of clients that compute at the same time on a CUDA device
@@ -153,7 +154,14 @@ class Config:
     answer_mb: Positive = 2000.0  # maximum size of a Flower site's answer in megabytes
 
     def __post_init__(self) -> None:
+        if isinstance(self.device, list | tuple):
+            object.__setattr__(self, "device", ",".join(map(str, self.device)))
         check_fields(self)
+        if "," in self.device and self.engine == "flower":
+            raise ConfigError(
+                f"device={self.device!r}: on Flower every site has a device of its own; use "
+                "engine=local, or one device"
+            )
         if self.min_clients is not None and self.min_clients > self.clients:
             raise ConfigError(
                 f"min_clients={self.min_clients}: there are only {self.clients} clients"
@@ -234,7 +242,7 @@ class RunSettings(TypedDict, total=False):
 
     rounds: int
     seed: int
-    device: str
+    device: str | Sequence[str]
     precision: str
     streams: int
     device_memory: float | None

@@ -13,11 +13,30 @@ from barter.compute.threads import free_cores
 from barter.core.errors import ConfigError
 from barter.setup.config import Config, read_toml
 
-__all__ = ["limit_memory", "resolve_device", "resolve_precision", "with_threads"]
+__all__ = [
+    "limit_memory",
+    "resolve_device",
+    "resolve_devices",
+    "resolve_precision",
+    "with_threads",
+]
+
+
+def resolve_devices(names: str) -> tuple[torch.device, ...]:
+    """Return the devices that a configuration asks for; the server computes on the first.
+
+    Args:
+        names: The name of a device, see `resolve_device`, or several with commas between them. A
+            device may be listed more than once.
+
+    Raises:
+        ConfigError: This machine does not have all of them.
+    """
+    return tuple(resolve_device(name) for name in names.split(","))
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that a configuration asks for.
+    """Return the device of a name.
 
     Args:
         name: "cpu"; "cuda:N", the CUDA device of this number; "cuda", the current one; or "auto",
@@ -40,14 +59,15 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", int(number))
 
 
-def resolve_precision(name: str, device: torch.device) -> Precision:
-    """Return the precision that a configuration asks for on a device.
+def resolve_precision(name: str, *devices: torch.device) -> Precision:
+    """Return the precision that a configuration asks for on devices of one kind.
 
-    "auto" is bf16, with fp32 weights, on a GPU that supports it, and fp32 elsewhere.
+    "auto" is bf16, with fp32 weights, on GPUs that all support it, and fp32 elsewhere.
 
     Raises:
-        ConfigError: A precision other than auto and fp32 is asked for on the CPU.
+        ConfigError: The devices do not support this precision.
     """
+    device = devices[0]
     if device.type != "cuda":
         if name not in ("auto", "fp32"):
             raise ConfigError(
@@ -57,8 +77,13 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
     for known in get_args(Precision):
         if name == known:
             return known  # type: ignore[no-any-return]
+    return "bf16" if all(map(_supports_bf16, devices)) else "fp32"
+
+
+def _supports_bf16(device: torch.device) -> bool:
+    """Return whether a GPU computes in bf16 natively."""
     with torch.cuda.device(device):
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def limit_memory(device: torch.device, gib: float | None) -> int:
@@ -67,7 +92,7 @@ def limit_memory(device: torch.device, gib: float | None) -> int:
     The result is 0 on the CPU.
 
     Args:
-        device: The run's device.
+        device: A device of the run.
         gib: The limit in GiB; None for all of the device's memory.
 
     Raises:
@@ -78,7 +103,7 @@ def limit_memory(device: torch.device, gib: float | None) -> int:
     total = torch.cuda.get_device_properties(device).total_memory
     limit = total if gib is None else int(gib * 2**30)
     if limit > total:
-        raise ConfigError(f"device_memory={gib}: this device has {total / 2**30:.1f} GiB")
+        raise ConfigError(f"device_memory={gib}: {device} has {total / 2**30:.1f} GiB")
     torch.cuda.set_per_process_memory_fraction(limit / total, device)
     return limit
 
@@ -89,7 +114,7 @@ def with_threads(config: Config, out: Path | None, *, resume: bool) -> Config:
     It is the configured number, otherwise that of the run to resume (`out`), otherwise the number
     of idle cores. On a GPU, the configuration is returned unchanged.
     """
-    if config.threads is not None or resolve_device(config.device).type != "cpu":
+    if config.threads is not None or resolve_devices(config.device)[0].type != "cpu":
         return config
     before = None
     if resume and out is not None and (out / "config.toml").is_file():

@@ -191,14 +191,15 @@ def make_client(
         k: The client's id.
         network: The initial network, which is copied.
         architecture: The network's name.
-        task: The data of all clients.
+        task: The data of all clients, those of client k on its device.
         device: Where the client computes.
     """
-    tests = {"global": task.global_test, "local": task.local_tests[k]}
+    tests = {"global": task.global_test.to(device), "local": task.local_tests[k]}
     if task.global_validation is not None:
-        tests |= {"val": task.global_validation, "val_local": task.validation[k]}
+        tests |= {"val": task.global_validation.to(device), "val_local": task.validation[k]}
+    public = None if task.public is None else task.public.to(device)
     kind = lazy_class(config.algorithm.parties()[1])
-    return kind(k, network, device, task.train[k], tests, task.public, architecture)
+    return kind(k, network, device, task.train[k], tests, public, architecture)
 
 
 def make_server(
