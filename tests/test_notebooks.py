@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from barter.attacks import inversion
 from barter.cli import running
 from barter.cli.app import main
+from barter.cli.common import make_console
 from barter.compare.comparison import RunJob
 from barter.experiment import Experiment
 from tests.conftest import TINY
@@ -78,7 +80,11 @@ def run_cells(name: str, parameters: str | None) -> Callable[[], int]:
     """
 
     def run() -> int:
-        running.run_all = run_here if parameters else running.run_all  # type: ignore[assignment]
+        if parameters:
+            # In a process of its own: nothing of this has to be taken back.
+            running.run_all = run_here  # type: ignore[assignment]
+            inversion.EPOCHS = 1
+            inversion.DESCENT = 2
         sys.modules["IPython.display"] = display_module()
         names: dict[str, Any] = {"__name__": "__main__"}
         for cell in code_cells(name):
@@ -196,3 +202,16 @@ def test_links_of_notebooks_lead_somewhere(name: str) -> None:
 
 def test_all_notebooks_are_listed() -> None:
     assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == set(NAMES)
+
+
+def test_commands_of_a_notebook_print_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Jupyter gives them a pseudo-terminal, and its own variables ask for colours."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    assert make_console(wide=True).is_terminal
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    assert not make_console().is_terminal
+    assert make_console(wide=True).width == 140
