@@ -9,6 +9,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,9 +43,11 @@ def code_cells(name: str) -> list[dict[str, Any]]:
 
 
 def run_here(jobs: Sequence[RunJob], *_: object) -> list[RunJob]:
-    """Run the jobs of a comparison in this process."""
+    """Run the jobs of a comparison in this process, with little work."""
     for job in jobs:
-        list(Experiment.from_config(job.config, job.folder).rounds(job.config.rounds))
+        little = TINY[type(job.config.algorithm).__name__.lower()]
+        small = replace(job.config, algorithm=replace(job.config.algorithm, **little))
+        list(Experiment.from_config(small, job.folder).rounds(small.rounds))
     return []
 
 
@@ -83,6 +86,7 @@ def run_cells(name: str, parameters: str | None) -> Callable[[], int]:
         if parameters:
             # In a process of its own: nothing of this has to be taken back.
             running.run_all = run_here  # type: ignore[assignment]
+            inversion.COPIES = 200
             inversion.EPOCHS = 1
             inversion.DESCENT = 2
         sys.modules["IPython.display"] = display_module()
