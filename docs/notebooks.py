@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
-COLOURS = re.compile(r"\x1b\[[\d;]*m")  # of a terminal
+CONTROLS = re.compile(r"\x1b\[[\d;]*m|\r(?=\n)")  # colours and line ends of a terminal
 MAX_SECONDS = 600  # of one cell
 # Notebooks in the order in which they are read.
 NAMES = ("first-federation", "bring-your-own", "compare-and-attack")
@@ -38,10 +39,12 @@ def execute_notebook(name: str) -> dict[str, Any]:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    # Cells start `barter`, which is beside this Python even if its environment is not activated.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
         client = NotebookClient(notebook, timeout=MAX_SECONDS, resources=resources)
-        client.execute()
+        client.execute(env={**os.environ, "PATH": path})
     return tidy_outputs(json.loads(nbformat.writes(notebook)))
 
 
@@ -58,7 +61,7 @@ def tidy_outputs(notebook: dict[str, Any]) -> dict[str, Any]:
             if "execution_count" in output:
                 output["execution_count"] = None
             if "text" in output:
-                output["text"] = [COLOURS.sub("", line) for line in output["text"]]
+                output["text"] = [CONTROLS.sub("", line) for line in output["text"]]
             if "image/png" in output.get("data", {}):
                 output["data"].pop("text/plain", None)
             if joined and output["output_type"] == joined[-1]["output_type"] == "stream":
