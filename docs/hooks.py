@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+# Turns notebooks into pages; a script, as this file is, so it cannot be imported by name.
+NOTEBOOKS = runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
 # Pages that tell of the past.
 OLD = ("history.md", "research-log/")
 # The text of a link, which may hold code, its path, and its anchor.
@@ -79,6 +82,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
         if (ROOT / source).exists():
             files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for name in NOTEBOOKS["NAMES"]:
+        text, pictures = NOTEBOOKS["to_markdown"](NOTEBOOKS["read_notebook"](name), name)
+        text += f"\nThis page is a notebook: [{name}.ipynb]({name}.ipynb).\n"
+        files.append(File.generated(config, f"notebooks/{name}.md", content=text))
+        notebook = ROOT / "notebooks" / f"{name}.ipynb"
+        files.append(File.generated(config, f"notebooks/{name}.ipynb", abs_src_path=str(notebook)))
+        for file, picture in pictures.items():
+            files.append(File.generated(config, f"notebooks/{file}", content=picture))
     return files
 
 
@@ -88,6 +99,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     if here.startswith(OLD):
         page.meta["search"] = {"boost": 0.1}  # what holds today is found first
+    if here.startswith("notebooks/"):
+        return _link_notebooks(markdown)
     folder = posixpath.dirname(sources.get(here, f"docs/{here}"))
 
     def rewrite(match: re.Match[str]) -> str:
@@ -99,6 +112,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             inside = "index.md"
         elif target in PAGES:
             inside = PAGES[target]
+        elif target.startswith("notebooks/") and target.endswith(".ipynb"):
+            inside = target.removesuffix("ipynb") + "md"
         elif target.startswith("docs/"):
             inside = target.removeprefix("docs/")
         elif (ROOT / target).is_file():
@@ -117,3 +132,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
     parts[::2] = [LINK.sub(rewrite, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def _link_notebooks(markdown: str) -> str:
+    """Let a notebook's links lead to the pages of other notebooks and of docs/.
+
+    The link to the file itself is the page's last one, and stays.
+    """
+    body, mark, end = markdown.rpartition("\nThis page is a notebook: ")
+    body = re.sub(r"\]\(([\w-]+)\.ipynb\)", r"](\1.md)", body)
+    return body.replace("](../docs/", "](../") + mark + end

@@ -120,6 +120,8 @@ def test_every_page_of_the_site_can_be_reached() -> None:
     named = list(pages_of(settings["nav"]))
     hooks = (ROOT / "docs" / "hooks.py").read_text()
     outside = set(re.findall(r'"[\w/]+\.md": "([\w-]+\.md)"', hooks))
+    outside |= {f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")}
+    assert outside <= set(named)
     pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
     for page in named:
         assert page.endswith("/") or page in pages | outside, page

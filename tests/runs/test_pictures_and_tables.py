@@ -150,6 +150,24 @@ def test_the_title_of_a_sheet_is_seen_whole_and_above_its_images(
     plt.close(figure)
 
 
+def test_a_sheet_labels_its_images_and_leaves_the_callers_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(picture, "_save", lambda figure, path: drawn.append(figure))
+    before = plt.get_backend()
+    images = torch.zeros(2, 8, 8, 1)
+    rows = [("client 0", images, images, "ab"), ("guess", None, images, "ab")]
+    try:
+        plt.switch_backend("svg")
+        picture.draw_sheet(rows, "title", tmp_path / "s.png", "reconstructed", "from the class")
+        assert plt.get_backend() == "svg"
+    finally:
+        plt.switch_backend(before)
+    labels = [axes.texts[0].get_text() for axes in drawn[0].axes if axes.texts]
+    assert labels == ["client 0\nprivate", "reconstructed", "guess\nfrom the class"]
+
+
 def test_the_class_table_adds_up() -> None:
     text = rendered(count_table("class", [[3, 0], [1, 5]], ["a", "b"]))
     assert text.split()[-4:] == ["all", "4", "5", "9"]

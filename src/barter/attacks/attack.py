@@ -86,6 +86,6 @@ def run_attacks(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result]
             f"{name} after round {before}: private images, their best reconstruction from uploads,\n"
             "and the best guess from the class. Experimenter's view only"
         )
-        draw_sheet(rows, title, run / SHEET)
+        draw_sheet(rows, title, run / SHEET, made="reconstructed", only_made="from the class")
         paths.append(run / SHEET)
     return results, paths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,19 +28,32 @@ __all__ = [
 SettingTexts = Sequence[str] | None
 
 
-def make_console(*, wide: bool = False) -> Console:
-    """Return a console that prints names and paths literally.
+def _has_terminal() -> bool:
+    """Return whether the output is a terminal, whose lines can be overwritten.
+
+    A notebook gives `!barter ...` a pseudo-terminal and then prints its control characters. Jupyter
+    sets JPY_PARENT_PID for kernels and what they start.
+    """
+    return sys.stdout.isatty() and "JPY_PARENT_PID" not in os.environ
+
+
+def make_console(*, wide: bool = False, columns: int = 140, markup: bool = False) -> Console:
+    """Return a console that prints names and paths literally, unless there is markup.
 
     Args:
-        wide: Allow tables of 140 columns where the output is not a terminal.
+        wide: Allow wide tables where the output is not a terminal.
+        columns: The width of such tables.
+        markup: Interpret markup such as [bold].
     """
-    width = 140 if wide and not sys.stdout.isatty() else None
+    width = columns if wide and not _has_terminal() else None
     return Console(
         highlight=False,
-        markup=False,
+        markup=markup,
         emoji=False,  # Otherwise :b: in data.source=a:b:c would become an emoji.
         width=width,
-        soft_wrap=not sys.stdout.isatty() and not wide,
+        soft_wrap=not _has_terminal() and not wide,
+        # Otherwise rich decides, by the terminal and by variables such as FORCE_COLOR.
+        force_terminal=False if "JPY_PARENT_PID" in os.environ else None,
     )
 
 

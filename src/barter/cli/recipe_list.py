@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from barter.cli.common import make_console
 from barter.core.errors import ConfigError
 from barter.recipes.recipe import PublishedRecipe, find_recipe, recipe_names
 from barter.recipes.stored import SeedSpread, common_hardware, spread_over_seeds
@@ -49,8 +47,7 @@ def print_recipes(options: dict[str, object]) -> None:
             _minutes(recipe),
             ": ".join(filter(None, [recipe.device, common_hardware(recipe.published)])),
         )
-    width = None if sys.stdout.isatty() else 180
-    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    console = make_console(wide=True, columns=180)
     console.print(table)
     console.print("barter reproduce NAME runs a recipe and compares it with both figures.")
     for data in dict.fromkeys(find_recipe(name).data for name in recipe_names()):

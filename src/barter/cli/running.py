@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -234,8 +233,7 @@ def _print_comparison(comparison: Comparison) -> None:
         table.add_row(
             *(f"[bold]{escape(text)}[/bold]" if best else escape(text) for text, best in row)
         )
-    width = None if sys.stdout.isatty() else 200
-    Console(highlight=False, emoji=False, width=width).print(table)
+    make_console(wide=True, columns=200, markup=True).print(table)
     if missing:
         more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""
         make_console().print(f"not finished: {'; '.join(missing[:8])}{more}")

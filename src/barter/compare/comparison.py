@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class RunJob:
 
     variant: str
     seed: int
-    config: Config
+    config: Config = field(hash=False)  # It holds dicts, such as the encodings of fields.
     folder: Path
 
     @property

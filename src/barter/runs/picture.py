@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -39,10 +40,14 @@ ImageRow: TypeAlias = tuple[str, Tensor | None, Tensor, Sequence[str]]
 
 
 def _pyplot() -> Any:
-    """Import pyplot with a backend that needs no display."""
+    """Import pyplot with a backend that needs no display, unless the caller has chosen one.
+
+    In a notebook, another backend would end the display of the caller's own figures.
+    """
     import matplotlib
 
-    matplotlib.use("Agg")
+    if "matplotlib.pyplot" not in sys.modules:
+        matplotlib.use("Agg")
     from matplotlib import pyplot
 
     return pyplot
@@ -214,7 +219,13 @@ def _round_number(value: float) -> int:
     return max(1, int(digits[0] + "0" * (len(digits) - 1)))
 
 
-def draw_sheet(rows: Sequence[ImageRow], title: str, path: Path) -> None:
+def draw_sheet(
+    rows: Sequence[ImageRow],
+    title: str,
+    path: Path,
+    made: str = "synthetic",
+    only_made: str = "synthetic",
+) -> None:
     """Draw each party's private images, if any, and below them synthetic ones.
 
     Args:
@@ -222,14 +233,16 @@ def draw_sheet(rows: Sequence[ImageRow], title: str, path: Path) -> None:
             are (N, height, width, channels) with values from 0 to 1.
         title: The sheet's title.
         path: The file.
+        made: The label of images below private ones.
+        only_made: The label of images without private ones, below the party's name.
     """
     plt = _pyplot()
     lines: list[tuple[str, Tensor, Sequence[str]]] = []
-    for name, real, made, classes in rows:
+    for name, real, images, classes in rows:
         if real is not None:
-            lines += [(f"{name}\nprivate", real, classes), ("synthetic", made, [""] * len(made))]
+            lines += [(f"{name}\nprivate", real, classes), (made, images, [""] * len(images))]
         else:
-            lines.append((f"{name}\nsynthetic", made, classes))
+            lines.append((f"{name}\n{only_made}", images, classes))
     columns = max(len(images) for _, images, _ in lines)
     width = max(4.0, 0.75 * columns + 1.2)
     words = [line for part in _plain(title).split("\n") for line in wrap(part, int(14 * width))]
