@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "time_to_accuracy.jsonl"
+RESULTS = HERE / "results" / "time" / "runs.jsonl"
 CLIENTS = 10
 TWO = "small-mlp,small-cnn"  # clients have one of two architectures, in turn
 LOCAL = {"epochs": 3, "batch_size": 16, "lr": 0.05}  # local training of a round

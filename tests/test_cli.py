@@ -46,7 +46,7 @@ def test_a_run_prints_a_table_and_leaves_a_folder(
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2]
     told = {"round", "clients", "server", "seconds", "bytes", "failures", "warnings"}
-    assert set(lines[0]) == {*told, "participants", "primary"}
+    assert set(lines[0]) == {*told, "participants", "primary", "simulated", "wire"}
     assert main(["resume", str(out)]) == 0, "a finished run shows its table again"
     said = capsys.readouterr().out
     assert "small-vgg" in said

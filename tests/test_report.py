@@ -704,7 +704,7 @@ def test_a_live_page_does_not_wait_for_the_data(
     run = go_on(begun(tmp_path / "run", 2, 3), record(1, 2))
     first = list[str]()
 
-    def slow(*_: object) -> None:
+    def slow(*_: object, **__: object) -> None:
         first.append((run / "report.html").read_text())
         raise ConfigError("no such data")
 

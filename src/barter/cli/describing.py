@@ -14,7 +14,6 @@ from barter.core.answers import largest_fields
 from barter.core.params import describe_fields
 from barter.core.wire_settings import list_fields
 from barter.runs.progress import format_bytes
-from barter.setup.assembly import assemble
 from barter.setup.config import find_algorithm, resolve, to_toml
 
 __all__ = ["print_algorithm", "print_config", "print_fields", "print_wire"]
@@ -45,6 +44,9 @@ def print_config(config: Path | None, algorithm: str | None, settings: SettingTe
 def print_wire(config: Path | None, algorithm: str | None, settings: SettingTexts) -> None:
     """Run `barter show wire`."""
     resolved = resolve(requested_values(config, algorithm, settings))
+    # Here, because it loads torchvision, which the other descriptions do not need.
+    from barter.setup.assembly import assemble
+
     federation = assemble(resolved)
     client = federation.engine.client_ids[0]
     known = federation.engine.knowledge_of(federation.server, client)
