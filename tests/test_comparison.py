@@ -143,10 +143,12 @@ def test_some_of_a_files_variants() -> None:
     "suite", sorted((Path(__file__).parents[1] / "benchmarks" / "suites").glob("*.toml"))
 )
 def test_the_suites_of_the_benchmarks_can_be_compared(suite: Path, tmp_path: Path) -> None:
-    comparison, jobs = Comparison.plan(tmp_path / "c", asked(tomllib.loads(suite.read_text())))
+    content = tomllib.loads(suite.read_text())
+    comparison, jobs = Comparison.plan(tmp_path / "c", asked(content))
     first = next(iter(comparison.variants))
     assert comparison.question.get("baseline", first) == first, "others are held against the first"
-    assert len(jobs) == 3 * len(comparison.variants)
+    seeds = 1 if content["compare"].get("seeds") == "0" else 3
+    assert len(jobs) == seeds * len(comparison.variants)
 
 
 def test_the_file_of_the_guide_can_be_compared(tmp_path: Path) -> None:

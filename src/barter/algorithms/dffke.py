@@ -76,6 +76,7 @@ from barter.ops.distill import kl
 from barter.ops.docking import unify
 from barter.ops.embedding_models import (
     ClassGaussians,
+    count_directions,
     fit_class_gaussians,
     mix_embeddings,
     noise_embeddings,
@@ -222,7 +223,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         "teach.index": "nothing",
     }
     presets = {"paper": PAPER_FIELDS, "code": {**PAPER_FIELDS, **CODE}}
-    sizes = ("code_dim", "lesson_bytes", "rank", "views")
+    sizes = ("code_dim", "directions", "lesson_bytes", "rank", "views")
     former_names = {"participation": "fraction", "embeddings": "reveal"}
     retired = {"docking_weight_decay": DOCKING_WEIGHT_DECAY}
 
@@ -376,6 +377,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     def views(self, known: Known) -> int:
         """Return the number of views of an image: the whole image and its parts."""
         return count_views(parts_per_side(self.parts, known.spec))
+
+    def directions(self, known: Known) -> int:
+        """Return the number of directions in a client's statistics (reveal="statistics")."""
+        n = self.offer_size(known.examples)
+        return count_directions(n, known.spec.classes, self.compression)
 
     def offer_size(self, examples: int) -> int:
         """Return how many of its `examples` images a client offers.

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Annotated, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from barter.core.contracts import Counts, Halves, Within
@@ -21,6 +22,7 @@ from barter.core.errors import ConfigError
 
 __all__ = [
     "ClassGaussians",
+    "count_directions",
     "fit_class_gaussians",
     "mix_embeddings",
     "noise_embeddings",
@@ -46,11 +48,22 @@ class ClassGaussians(TypedDict):
     center: Annotated[Tensor, Halves("views", "features")]
     basis: Annotated[Tensor, Halves("rank", "features")]
     means: Annotated[Tensor, Halves("classes", "views", "rank")]
-    # Directions of all classes, those of a class together; their number by class. A sample is the
-    # mean plus a combination of the class's directions with standard normal weights.
-    sizes: Annotated[Tensor, Counts("classes", total="n_directions")]
-    n_directions: Annotated[int, Within(1, "examples", "n_directions")]
-    directions: Annotated[Tensor, Halves("n_directions", "views", "rank")]
+    # Directions of all classes, those of a class together, then zeros: their number depends on the
+    # number of images alone. `sizes` counts those of each class. A sample is the class mean plus a
+    # combination of the class's directions with standard normal weights.
+    sizes: Annotated[Tensor, Counts("classes", most="directions")]
+    directions: Annotated[Tensor, Halves("directions", "views", "rank")]
+
+
+def count_directions(images: int, classes: int, compression: float) -> int:
+    """Return the number of directions that describe so many images, whatever their classes.
+
+    Args:
+        images: Number of images.
+        classes: Number of classes, each of which has at least one direction.
+        compression: Images per direction.
+    """
+    return int(images / compression) + classes
 
 
 def mix_embeddings(embeddings: Tensor, labels: Tensor, members: int) -> Tensor:
@@ -123,6 +136,8 @@ def fit_class_gaussians(
             f"no class has {LEAST_IMAGES} images, which statistics of a class need at least; offer "
             "more images or something else"
         )
+    found = torch.cat(directions)
+    rows = count_directions(len(embeddings), classes, compression)
     return {
         "counts": counts,
         "nonnegative": int(bool((embeddings >= 0).all())),
@@ -130,8 +145,7 @@ def fit_class_gaussians(
         "basis": basis.half(),
         "means": ((counts / (counts + MEAN_PRIOR))[:, None, None] * class_means).half(),
         "sizes": sizes,
-        "n_directions": int(sizes.sum()),
-        "directions": torch.cat(directions).half(),
+        "directions": F.pad(found, (0, 0, 0, 0, 0, rows - len(found))).half(),
     }
 
 
@@ -183,7 +197,8 @@ def sample_embeddings(model: ClassGaussians, labels: Tensor, noise: Tensor) -> T
     place = torch.arange(len(owner), device=sizes.device) - (sizes.cumsum(0) - sizes)[owner]
     weights = noise[:, place] * (labels[:, None] == owner)
     scores = model["means"].float()[labels]
-    scores = scores + torch.einsum("nd,dvr->nvr", weights, model["directions"].float())
+    directions = model["directions"][: len(owner)].float()
+    scores = scores + torch.einsum("nd,dvr->nvr", weights, directions)
     roots = model["center"].float() + scores @ model["basis"].float()
     return _signed_square(roots, nonnegative=bool(model["nonnegative"]))
 
@@ -239,5 +254,5 @@ def _principal_components(centred: Tensor, rank: int) -> Tensor:
         values, vectors = torch.linalg.eigh(centred.T @ centred)
         rows = vectors.T.flip(0)[:rank]
     found = min(rank, int((values > 1e-9 * values.max()).sum()))
-    components[:found] = torch.nn.functional.normalize(rows[:found], dim=1)
+    components[:found] = F.normalize(rows[:found], dim=1)
     return components
