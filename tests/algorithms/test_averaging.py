@@ -41,9 +41,9 @@ def tap(experiment: Experiment, listen: Callable[[Any, str, int, str], None]) ->
     """Have all that crosses the wire heard."""
     carry = experiment.engine.wire.carry
 
-    def tapped(tree: Any, method: str, client: int, direction: Any, device: Any = None) -> Any:
+    def tapped(tree: Any, method: str, client: int, direction: Any, *rest: Any, **more: Any) -> Any:
         listen(tree, method, client, direction)
-        return carry(tree, method, client, direction, device)
+        return carry(tree, method, client, direction, *rest, **more)
 
     experiment.engine.wire.carry = tapped  # type: ignore[method-assign]
 

@@ -297,12 +297,12 @@ def test_pfedla_sends_mixes_and_learns_along_what_training_changed(
     up: dict[int, Any] = {}
     carry = experiment.engine.wire.carry
 
-    def tapped(tree: Any, method: str, client: int, direction: Any, device: Any = None) -> Any:
+    def tapped(tree: Any, method: str, client: int, direction: Any, *rest: Any, **more: Any) -> Any:
         if method == "client_update":
             (up if direction == "up" else down)[client] = isolate(
                 tree if direction == "up" else tree[0]
             )
-        return carry(tree, method, client, direction, device)
+        return carry(tree, method, client, direction, *rest, **more)
 
     experiment.engine.wire.carry = tapped  # type: ignore[method-assign]
     told: dict[int, Tensor] = {}

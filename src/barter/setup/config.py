@@ -680,6 +680,9 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
         }
 
     tree = _with_earlier_rules(tree)
+    for name in ("algorithm", "data", "evaluate", "adversaries", "network", "wire"):
+        if not isinstance(tree.get(name, {}), Mapping):
+            raise ConfigError(f"{name} is {tree[name]!r}, and a table [{name}] is expected")
     filled = {**defaults(Config), **tree}
     algorithm = tree.get("algorithm", {})
     if "name" in algorithm:
