@@ -100,13 +100,13 @@ def test_the_server_never_sees_a_weight(monkeypatch: pytest.MonkeyPatch) -> None
     carry = Wire.carry
 
     def watched(
-        self: Wire, tree: Any, method: str, client: int, direction: Any, device: Any = None
+        self: Wire, tree: Any, method: str, client: int, direction: Any, *rest: Any, **more: Any
     ) -> Any:
         if direction == "up" and method != "evaluate":
             seen.extend(
                 (method, tuple(leaf.shape)) for _, leaf in leaves(tree) if isinstance(leaf, Tensor)
             )
-        return carry(self, tree, method, client, direction, device)
+        return carry(self, tree, method, client, direction, *rest, **more)
 
     monkeypatch.setattr(Wire, "carry", watched)
     experiment = federation(tiny("fedzge"))
