@@ -4,7 +4,7 @@ A run may have thousands of clients of which ten take part in a round. `LazyClie
 network when it is first used. `ClientStates` puts clients to rest after a round: what has changed
 goes to a store, and a client that was never trained needs none, since it starts from the initial
 network of its architecture. A resting client is restored when one of its attributes is read, so
-whoever holds the client need not know.
+callers need not know whether it rests.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ VECTOR_AXES = frozenset({"features", "code_dim", "vector"})
 
 @dataclass(frozen=True, kw_only=True)
 class WireSettings:
-    """How payloads are encoded between server and clients."""
+    """The table [wire] of a configuration: encodings of payloads between server and clients."""
 
     # encodings of all fields: exact sends values as they are, lean loses hardly anything, small
     # sends the fewest bytes
