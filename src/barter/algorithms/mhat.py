@@ -60,7 +60,14 @@ class MHAT(PublicDistillation):
         )
 
     def compute_targets(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        """Train the server's model on the mean and the labels; return its predictions."""
+        """Train the server's model on the mean and the public labels; return its predictions.
+
+        Args:
+            server: The server, whose model is trained in place.
+            places: Indices of the round's public images.
+            mean: The clients' mean probabilities, not logits, a row per place; rows are rescaled
+                to sum to 1.
+        """
         images = public_images(server)
         targets = [mean / mean.sum(1, keepdim=True), images.labels[places]]
         loss = partial(auxiliary_loss, self.lam)

@@ -131,7 +131,10 @@ class Worker:
         self.late = False  # True if the process was killed because of the timeout.
 
     def take(self, key: int) -> None:
-        """Start the job of this key in the process; its time begins now."""
+        """Start the job of this key in the process and mark it busy; its time begins now.
+
+        Does not wait. If the process is gone, nothing is raised: the end of its reports shows it.
+        """
         self.busy = key
         self.since = time.monotonic()
         # If the process is gone, the end of its reports shows it.

@@ -423,11 +423,14 @@ def _template(name: str) -> str:
 
 
 def create_site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
-    """Create a site's folder: key pair, coordinator's CA certificate, site.toml.
+    """Create sites/<name>: a new key pair (key, key.pub), the CA's ca.crt, site.toml.
 
     Args:
-        folder: The deployment folder.
-        setup: The fields of site.toml; its "name" names the folder, which must not exist.
+        folder: The deployment folder, with sites/ and certificates/ca.crt.
+        setup: The fields of site.toml, with the site's "name".
+
+    Raises:
+        FileExistsError: The site's folder exists.
     """
     site_folder = folder / "sites" / str(setup["name"])
     site_folder.mkdir(mode=0o700)

@@ -197,7 +197,11 @@ def _best_cells(best: Round) -> list[list[str]]:
 
 
 def local_only_metrics(records: Sequence[Round], client: int) -> Mapping[str, float]:
-    """Return a client's metrics in the first round with local-only accuracies, or {}."""
+    """Return a client's metrics in its first round with local-only accuracies, or {}.
+
+    Local-only accuracies are metrics whose names begin with "before_"; all metrics of that round
+    are returned. Each record must contain the client.
+    """
     for record in records:
         metrics = record.clients[client]
         if any(name.startswith("before_") for name in metrics):
