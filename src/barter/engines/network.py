@@ -312,7 +312,7 @@ class Clock:
     def _drop_out(self, method: str, clients: Collection[int]) -> None:
         """Take the clients out of the round that drop out in this call.
 
-        At most so many drop out that `min_clients` remain, as a server waits for enough clients.
+        At least `min_clients` always remain, as a server waits for enough clients.
         Otherwise a run could not go on, since a resumed round draws the same numbers.
         """
         reachable = [k for k in clients if k not in self._out]
