@@ -5,8 +5,8 @@
     python benchmarks/adversaries.py --table
 
 Ten clients, Dirichlet alpha 1, ten methods, every attack that applies to a method, 0, 10, 20 and 30 % adversarial
-clients, robust = none and auto, three seeds. One process per run, with one thread. Each run is one line of the results
-(JSON) as soon as it is finished; runs that have a line are skipped, so the command can be repeated.
+clients, robust = none and auto, three seeds. Every job is a process with one thread. Each run is one line of the
+results (JSON) as soon as it is finished; runs that have a line are skipped, so the command can be repeated.
 
 Every cell is compared with two runs without an attack and without a defence, both measured on the same clients, those
 that are honest in the cell: one in which all ten clients are honest, and one in which the adversarial clients are
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -233,23 +233,31 @@ def key(run: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(run[name] for name in ("data", "method", "robust", "attack", "percent", "seed"))
 
 
-def launch(run: dict[str, Any], args: argparse.Namespace, until: float) -> None:
-    """Run one experiment in a process of its own and append its line to the results."""
-    if time.time() > until:
-        return
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--folder", str(args.folder), "--one", json.dumps(run)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.stderr.write(f"{key(run)} failed: {done.stderr[-2000:]}\n")
-        return
-    line = done.stdout.strip().splitlines()[-1]
-    with args.out.open("a") as file:
-        file.write(line + "\n")
-    result = json.loads(line)
-    words = [*map(str, key(run)), f"{result['accuracy']:.3f}", f"{result['seconds']} s"]
-    sys.stdout.write(" ".join(words) + "\n")
-    sys.stdout.flush()
+def run_all(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Run experiments in processes with one thread each and append their lines to the results."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    until = time.time() + args.seconds
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+        waiting = [pool.submit(measure_before, until, run, args.folder) for run in runs]
+        for future in as_completed(waiting):
+            error = future.exception()
+            if error is not None:
+                sys.stderr.write(f"failed: {error}\n")
+                continue
+            result = future.result()
+            if result is None:  # The time was over.
+                continue
+            with args.out.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            words = [*map(str, key(result)), f"{result['accuracy']:.3f}", f"{result['seconds']} s"]
+            sys.stdout.write(" ".join(words) + "\n")
+            sys.stdout.flush()
+
+
+def measure_before(until: float, run: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """Run one experiment unless the time is over."""
+    return measure(run, folder) if time.time() < until else None
 
 
 def finished(path: Path) -> list[dict[str, Any]]:
@@ -337,19 +345,12 @@ def main() -> None:
     parser.add_argument("--robust", nargs="+", default=["none", "auto"])
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this long")
     parser.add_argument("--table", action="store_true", help="print the table of finished runs")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        sys.stdout.write(json.dumps(measure(json.loads(args.one), args.folder)) + "\n")
-        return
     if not args.table:
         prepare(args.data, args.source, args.folder)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         known = {key(run) for run in finished(args.out)}
-        runs = [run for run in plan(args) if key(run) not in known]
-        until = time.time() + args.seconds
-        with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(lambda run: launch(run, args, until), runs))
+        run_all([run for run in plan(args) if key(run) not in known], args)
     results = finished(args.out)
     for data in sorted({run["data"] for run in results}):
         sys.stdout.write(f"\n{data}\n\n{table(results, data)}\n")
