@@ -122,6 +122,7 @@ def test_images_of_bytes_are_lossless_or_nearly_so(channels: int) -> None:
     lossless = code(images, "webp")
     assert torch.equal(sent(lossless), images)
     assert torch.equal(sent(code(images, "webp-7bit")), images)
+    assert torch.equal(sent(code(images, "webp-6bit")), images)
     assert lossless.nbytes < images.numel() / 1.5
     errors = []
     for encoding in ("webp-90", "webp-75"):
@@ -133,7 +134,9 @@ def test_images_of_bytes_are_lossless_or_nearly_so(channels: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("encoding", "most"), [("uint8", 255), ("webp", 255), ("webp-7bit", 127)])
+@pytest.mark.parametrize(
+    ("encoding", "most"), [("uint8", 255), ("webp", 255), ("webp-7bit", 127), ("webp-6bit", 63)]
+)
 def test_images_of_floats_have_levels_of_each_channel(
     encoding: str, most: int, dtype: torch.dtype
 ) -> None:

@@ -13,7 +13,7 @@ it from an untrusted party and checks every size before anything is allocated.
 | int4 | 0.5 | 16 levels of the square root, so that small values have finer ones |
 | uint8 | 1 | 256 levels between the extremes of each channel of images |
 | webp | less | the same, as lossless WebP of sheets of many images |
-| webp-7bit | less | the same with 128 levels; images of bytes keep theirs |
+| webp-7bit, webp-6bit | less | the same with 128 or 64 levels; images of bytes keep theirs |
 | webp-90, webp-75 | less | as uint8, then lossy WebP of this quality |
 """
 
@@ -47,7 +47,17 @@ __all__ = [
 ]
 
 EncodingName: TypeAlias = Literal[
-    "exact", "half", "bfloat16", "int8", "int4", "uint8", "webp", "webp-7bit", "webp-90", "webp-75"
+    "exact",
+    "half",
+    "bfloat16",
+    "int8",
+    "int4",
+    "uint8",
+    "webp",
+    "webp-7bit",
+    "webp-6bit",
+    "webp-90",
+    "webp-75",
 ]
 # Which values of a tensor share a scale: those of an index of the first axis (the output channel of
 # weights), those along the last axis (an embedding), or all.
@@ -56,8 +66,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 ENCODINGS: Final = get_args(EncodingName)
-IMAGE_ENCODINGS: Final = ("uint8", "webp", "webp-7bit", "webp-90", "webp-75")
+IMAGE_ENCODINGS: Final = ("uint8", "webp", "webp-7bit", "webp-6bit", "webp-90", "webp-75")
 WEBP_QUALITY: Final = {"webp-90": 90, "webp-75": 75}  # The others are lossless.
+LARGEST_PIXEL: Final = {"webp-7bit": 127, "webp-6bit": 63}  # The others have 256 levels.
 # The key that distinguishes a coded tensor from other dicts of a payload.
 ENCODED = "wire.encoding"
 KEYS = frozenset(
@@ -331,7 +342,7 @@ def _quantise(
     elif encoding == "bfloat16":
         levels = values.bfloat16().view(-1).view(torch.uint8)
     elif encoding in IMAGE_ENCODINGS:
-        levels, scales = _to_pixels(values, 127 if encoding == "webp-7bit" else 255)
+        levels, scales = _to_pixels(values, LARGEST_PIXEL.get(encoding, 255))
     else:
         row_length = values.numel() // _row_count(tuple(values.shape), rows)
         if rows == "last" and row_length < SHORT_ROW:

@@ -60,7 +60,7 @@ PROFILES: Final[Mapping[ProfileName, Mapping[ContentKind, EncodingName]]] = {
         "weights": "half",
         "embeddings": "int8",
         "logits": "half",
-        "images": "webp-7bit",
+        "images": "webp-6bit",
         "values": "half",
     },
     "small": {
