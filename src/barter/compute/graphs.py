@@ -140,6 +140,8 @@ class Graphs:
             lane.generator = torch.Generator(lane.device).manual_seed(seed)
             lane.generator.set_offset(offset)
             lane.draw_here()
+            # The failed capture may still be recorded in the pool, where no other could begin.
+            lane.pool = torch.cuda.graph_pool_handle()
             return Eager(str(error).splitlines()[0])
         finally:
             if collecting:
