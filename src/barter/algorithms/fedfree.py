@@ -390,9 +390,11 @@ class FedFree(Algorithm[Bridge, Client]):
         }
 
     def teacher_weights(self, teachers: Sequence[Layer]) -> list[Tensor]:
-        """Return each teacher's weight for each output, with a sum of 1 over teachers.
+        """Return each teacher's weight for each of its outputs; teachers may differ in width.
 
-        Weights are equal, or proportional to how much training changed the output.
+        With `outputs` "all" a weight is 1 / number of teachers. Otherwise it is proportional to how
+        much training changed the output, with a sum of 1 over the teachers that have the output.
+        Outputs that no training changed have weights of 0.
         """
         credit = [
             layer.get("credit", layer["weight"].new_ones(len(layer["weight"])))

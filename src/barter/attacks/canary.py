@@ -215,12 +215,15 @@ class Game:
         return Images(pixels, labels, data.spec)
 
     def play(self, world: int, number: int, guard: Guard) -> dict[str, Tensor] | None:
-        """Play a round; return the numbers of each protected part, None if not asked.
+        """Play one round from the state in which the game started.
 
         Args:
-            world: Which image the client holds.
-            number: Seeds all randomness of the round.
+            world: Index of the images that the client holds in this round.
+            number: With the run's seed, seeds all randomness of the round.
             guard: Protects the answers.
+
+        Returns:
+            The numbers in each part of the client's protected answers, or None if it gave no answer.
         """
         server, memories = isolate(self.start)
         experiment = self.experiment

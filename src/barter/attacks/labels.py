@@ -93,10 +93,16 @@ def _of_images(experiment: Experiment, part: str) -> bool:
 def _counts_in_answers(
     experiment: Experiment, answers: Mapping[str, Payload]
 ) -> list[tuple[str, Tensor]]:
-    """Return parts of answers that hold class counts, or list classes.
+    """Find class counts in answers: in counts per class and in lists of class indices.
+
+    Parts that the algorithm declares to tell nothing are skipped.
+
+    Args:
+        experiment: The experiment.
+        answers: Name of a client function -> its answer.
 
     Returns:
-        Names of parts, and class counts.
+        Names of parts, and the class counts in them; a part may occur several times.
     """
     classes = experiment.task.spec.classes
     found: list[tuple[str, Tensor]] = []

@@ -303,13 +303,14 @@ class Algorithm(Generic[S, C]):
         """Return warnings about a run that its accuracies do not show.
 
         Examples are that no exchange ever took place, or that synthetic images are all alike. The
-        base class warns if clients never received more than a single number.
+        base class warns if the algorithm sends to clients, but in no round did any client receive
+        more than a single number.
 
         Args:
             rounds: The records of all rounds.
 
         Returns:
-            Clauses without a full stop, each with a way out.
+            Clauses without a full stop, each with a cause or a remedy.
         """
         sends_down = any(crossing.down for crossing in self.crosses.values())
         received = []

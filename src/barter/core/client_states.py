@@ -150,7 +150,7 @@ class LazyClient(Client):
         return self.initial_memory() if stored is None else dict(stored)
 
     def initial_memory(self) -> dict[str, Payload]:
-        """Return the state before round 1."""
+        """Return the client's state before round 1: defaults and the initial model's own tensors."""
         state = self._defaults()
         del state[RELEASED]
         return {**state, "model": dict(self._initial.state_dict())}

@@ -424,10 +424,11 @@ def _from_bytes(data: bytes) -> Tensor:
 
 
 def _deflate(coded: EncodedTensor) -> EncodedTensor:
-    """Compress levels by zlib if that saves at least a twentieth.
+    """Compress levels by zlib, or return them unchanged if that saves less than a twentieth.
 
-    Levels have no patterns that repeat, only frequent and rare values, so Huffman codes alone are
-    as small as zlib's best effort and much faster.
+    All first bytes of half-precision numbers come before all second ones, since only those with
+    the exponents have frequent values. Levels have no patterns that repeat, only frequent and
+    rare values, so Huffman codes alone are as small as zlib's best effort and much faster.
     """
     (levels,) = coded.data
     if coded.encoding in ("half", "bfloat16"):

@@ -88,12 +88,12 @@ def condensed_labels(sizes: Mapping[int, int], device: torch.device) -> Tensor:
 
 
 def pack_lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> Lot:
-    """Pack condensed images for upload as bytes; None stands for no images.
+    """Pack condensed images for upload, with pixels as uint8; None stands for no images.
 
     Args:
         data: The client's images, for format and device.
         sizes: Class -> number of condensed images; empty without images.
-        images: The condensed images, normalised and sorted as in `sizes`.
+        images: The condensed images, normalised, by class in the order of `sizes`.
     """
     classes = torch.tensor(list(sizes), dtype=torch.long, device=data.device)
     amounts = torch.tensor(list(sizes.values()), dtype=torch.long, device=data.device)

@@ -195,10 +195,10 @@ def distil(
         model: The model to train; it is left in training mode.
         images: All images.
         places: Indices of the images to learn from.
-        targets: Tensors with one row for each of these images.
-        loss: Called with the logits and the targets' rows.
+        targets: Tensors whose row i belongs to the image at `places[i]`.
+        loss: Called with the logits of a batch, then with its rows of each target.
         batch_size: Images in a step.
-        recipe: Optimizer and learning rate.
+        recipe: Optimizer and learning rate, which is annealed over the steps.
         steps: Number of steps.
         track: Wraps the steps to report progress.
     """

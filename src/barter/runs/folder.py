@@ -199,8 +199,8 @@ class RunFolder:
     ) -> None:
         """Write the checkpoint of a finished round; delete those no longer needed.
 
-        To save disk space, checkpoints are deleted before the new one is written; only that of the
-        previous round stays until the new one is on disk.
+        To save disk space, checkpoints are deleted before the new one is written. The latest one and
+        those in `until_saved` stay until the new one is on disk; those in `keep` stay.
 
         Args:
             round: The finished round.
@@ -208,7 +208,8 @@ class RunFolder:
             origin: The configuration and data that the state was made with.
             keep: Earlier rounds whose checkpoints stay.
             until_saved: Earlier rounds whose checkpoints stay until the new one is on disk.
-            states: The files of clients' states, if they are not in `state`.
+            states: The files that hold clients' states; those that no checkpoint needs are deleted.
+                None: states are in `state`, and files of an earlier run are deleted.
         """
         wanted = {_file(self.path, t) for t in {round, *keep}}
         needed = {*wanted, *(_file(self.path, t) for t in until_saved)}

@@ -173,7 +173,11 @@ def _set_variances(answer: Payload, number: float) -> Payload:
 
 
 def _swap(answer: Payload, earlier: Payload) -> Payload:
-    """Exchange tensors of equal shape; reverse the rows of one without partner."""
+    """Exchange float tensors of equal shape within the answer.
+
+    Variances are exchanged with variances only. A tensor that is alone in its shape has its rows
+    reversed. The earlier answer is not used.
+    """
     by_shape: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
     for path, value in leaves(answer, ""):
         if _is_float(value):
