@@ -263,14 +263,7 @@ def _map_coded(
 
 def encoded_nbytes(tree: Payload, path: str = "payload") -> int:
     """Return the size in bytes of a payload that may have coded tensors, as it is sent."""
-    sizes: list[int] = []
-    _map_coded(
-        tree,
-        lambda at, code: sizes.append(EncodedTensor.from_payload(code, at).nbytes),
-        lambda value: sizes.append(nbytes(value)),
-        path,
-    )
-    return sum(sizes)
+    return _sum_nbytes(tree, lambda code: code.nbytes, path)
 
 
 def decoded_nbytes(tree: Payload, path: str = "payload") -> int:
@@ -279,10 +272,15 @@ def decoded_nbytes(tree: Payload, path: str = "payload") -> int:
     Raises:
         PayloadError: If a coded tensor is malformed.
     """
+    return _sum_nbytes(tree, lambda code: code.decoded_nbytes, path)
+
+
+def _sum_nbytes(tree: Payload, size: Callable[[EncodedTensor], int], path: str) -> int:
+    """Return the size in bytes of all leaves of a payload, of coded tensors by `size`."""
     sizes: list[int] = []
     _map_coded(
         tree,
-        lambda at, code: sizes.append(EncodedTensor.from_payload(code, at).decoded_nbytes),
+        lambda at, code: sizes.append(size(EncodedTensor.from_payload(code, at))),
         lambda value: sizes.append(nbytes(value)),
         path,
     )
