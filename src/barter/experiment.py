@@ -540,10 +540,17 @@ class Experiment:
 
         One client's malformed answer is its own. If others' are extreme too, at least two in all,
         an earlier round has probably spoilt what all clients start from. Extreme are errors about
-        NaN, infinity or a range of values.
+        NaN, infinity or a range of values. Several earlier rounds may be spoilt: with a plain mean,
+        one client can enlarge the weights a little in every round.
         """
         extreme = [text for text in errors if "NaN or infinity" in text or "of its values" in text]
-        return self._earlier_round("; ", self.round) if len(extreme) > 1 else ""
+        if len(extreme) < 2:
+            return ""
+        way_back = self._earlier_round("; ", self.round)
+        plain_mean = getattr(self.algorithm, "average", "mean") == "mean"
+        if self.config.robust == "none" and self.algorithm.aggregates and plain_mean:
+            way_back += "; a new run with robust=auto limits what one client's answers can spoil"
+        return way_back
 
     def _save(self, folder: RunFolder, former_best: int | None) -> None:
         """Write the finished round's checkpoint; delete those not to be kept.

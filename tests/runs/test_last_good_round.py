@@ -187,8 +187,15 @@ def test_clients_that_fail_at_what_they_received_lead_back(tmp_path: Path) -> No
     run = tmp_path / "run"
     experiment = perceptrons(Explodes(**TINY["fedavg"]), out=run)
     list(experiment.rounds(2))
-    with pytest.raises(ClientError, match=f"; `barter resume {run} --round 1` goes back"):
+    back = (
+        f"; `barter resume {run} --round 1` goes back; a new run with robust=auto limits what one "
+    )
+    with pytest.raises(ClientError, match=back):
         experiment.step()
+    defended = perceptrons(Explodes(**TINY["fedavg"]), robust="auto", out=tmp_path / "defended")
+    list(defended.rounds(2))
+    with pytest.raises(ClientError, match="--round 1` goes back\n"):
+        defended.step()
 
 
 def test_an_outlier_costs_its_client_the_round(tmp_path: Path) -> None:
