@@ -528,12 +528,14 @@ class Experiment:
         Returns:
             The text, or nothing if no earlier checkpoint is kept.
         """
-        if self.folder is None or not isinstance(self.engine, LocalEngine):
+        return "" if self.folder is None else self._command_back(self.folder.path, before, than)
+
+    def _command_back(self, path: Path, before: str, than: int) -> str:
+        """Return what `_earlier_round` does, of a folder that is not opened yet."""
+        if not isinstance(self.engine, LocalEngine):
             return ""
-        earlier = [t for t in checkpoint_rounds(self.folder.path) if t < than]
-        if not earlier:
-            return ""
-        return f"{before}`barter resume {self.folder.path} --round {earlier[-1]}` goes back"
+        earlier = [t for t in checkpoint_rounds(path) if t < than]
+        return f"{before}`barter resume {path} --round {earlier[-1]}` goes back" if earlier else ""
 
     def _way_back(self, errors: Sequence[str]) -> str:
         """Return how to go back if several clients' answers are extreme; or nothing.
@@ -801,6 +803,12 @@ class Experiment:
                 raise CheckpointError(
                     f"{path} holds the checkpoint of another experiment: {summarise_error(error)}"
                 ) from error
+            found = infinite_leaves(self.server.memory())
+            if found:
+                raise CheckpointError(
+                    f"{path}: the checkpoint of round {self.round} holds NaN or infinity ({found[0]})"
+                    f"{self._command_back(path, '; ', self.round)}"
+                )
         note_consent(path, code)
         folder.go_on_after(self.round)
         if self.states is not None:
