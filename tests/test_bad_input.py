@@ -20,10 +20,12 @@ from barter.cli.app import main
 from barter.core.errors import ConfigError
 from barter.data.sources import load_dataset
 from barter.runs import checkpoint
+from tests.fuzz.limits import within_limits
 
 CPU = torch.device("cpu")
 X, Y = np.zeros((20, 8, 8, 1), np.uint8), np.arange(20) % 2
 PARTITION = ["show", "partition", "--set", "clients=2"]
+
 LOCAL = [
     "run",
     "--algorithm",
@@ -224,6 +226,12 @@ def test_crafted_checkpoints(
         assert message in line, case
         assert (run / "metrics.jsonl").read_text() == recorded, case
         (run / ROUND).write_bytes(whole)
+
+
+def test_a_billion_clients_take_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    with within_limits():
+        line = said(capsys, [*LOCAL, "--set", "clients=1000000000", "--set", "models=small-mlp"])
+    assert "1000000000 clients with at least 2 samples each need 2000000000 samples" in line
 
 
 def test_objects_of_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -216,7 +217,10 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path: Path)
         planned(tmp_path / "a", "local", metric="globl")
     with pytest.raises(ConfigError, match="between 0 and 1"):
         planned(tmp_path / "a", "local", target=80)
+    with pytest.raises(ConfigError, match="target=inf: must be a finite number"):
+        planned(tmp_path / "a", "local", metric="global_loss", target=math.inf)
     assert not (tmp_path / "a").exists(), "and nothing is written"
+    planned(tmp_path / "losses", "local", metric="global_loss", target=1.5)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("dear")
     with pytest.raises(CheckpointError, match="is no comparison"):

@@ -18,7 +18,7 @@ MISTAKES = {
         "Invalid value for '--columns': '101' is not a whole number between 1 and 100."
     ),
     "run --device-memory x": "Invalid value for '--device-memory': 'x' is not a number.",
-    "compare --target 2": "Invalid value for '--target': '2' is not a number between 0 and 1.",
+    "compare --target high": "Invalid value for '--target': 'high' is not a number.",
     "run --device gpu": (
         "Invalid value for '--device': 'gpu' is not one of auto, cpu, cuda, cuda:N, or several of "
         "one kind such as cuda:0,cuda:1."

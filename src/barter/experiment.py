@@ -528,22 +528,31 @@ class Experiment:
         Returns:
             The text, or nothing if no earlier checkpoint is kept.
         """
-        if self.folder is None or not isinstance(self.engine, LocalEngine):
+        return "" if self.folder is None else self._command_back(self.folder.path, before, than)
+
+    def _command_back(self, path: Path, before: str, than: int) -> str:
+        """Return what `_earlier_round` does, of a folder that is not opened yet."""
+        if not isinstance(self.engine, LocalEngine):
             return ""
-        earlier = [t for t in checkpoint_rounds(self.folder.path) if t < than]
-        if not earlier:
-            return ""
-        return f"{before}`barter resume {self.folder.path} --round {earlier[-1]}` goes back"
+        earlier = [t for t in checkpoint_rounds(path) if t < than]
+        return f"{before}`barter resume {path} --round {earlier[-1]}` goes back" if earlier else ""
 
     def _way_back(self, errors: Sequence[str]) -> str:
         """Return how to go back if several clients' answers are extreme; or nothing.
 
         One client's malformed answer is its own. If others' are extreme too, at least two in all,
         an earlier round has probably spoilt what all clients start from. Extreme are errors about
-        NaN, infinity or a range of values.
+        NaN, infinity or a range of values. Several earlier rounds may be spoilt: with a plain mean,
+        one client can enlarge the weights a little in every round.
         """
         extreme = [text for text in errors if "NaN or infinity" in text or "of its values" in text]
-        return self._earlier_round("; ", self.round) if len(extreme) > 1 else ""
+        if len(extreme) < 2:
+            return ""
+        way_back = self._earlier_round("; ", self.round)
+        plain_mean = getattr(self.algorithm, "average", "mean") == "mean"
+        if self.config.robust == "none" and self.algorithm.aggregates and plain_mean:
+            way_back += "; a new run with robust=auto limits what one client's answers can spoil"
+        return way_back
 
     def _save(self, folder: RunFolder, former_best: int | None) -> None:
         """Write the finished round's checkpoint; delete those not to be kept.
@@ -794,6 +803,12 @@ class Experiment:
                 raise CheckpointError(
                     f"{path} holds the checkpoint of another experiment: {summarise_error(error)}"
                 ) from error
+            found = infinite_leaves(self.server.memory())
+            if found:
+                raise CheckpointError(
+                    f"{path}: the checkpoint of round {self.round} holds NaN or infinity ({found[0]})"
+                    f"{self._command_back(path, '; ', self.round)}"
+                )
         note_consent(path, code)
         folder.go_on_after(self.round)
         if self.states is not None:

@@ -421,6 +421,9 @@ def test_the_record_has_the_average_beside_what_was_made_of_it() -> None:
         assert accuracy(server.model, experiment.test) == last.server["averaged"]
         assert not same(before, dict(server.model.state_dict()))
     assert same(before, dict(server.model.state_dict()))
+    with pytest.raises(MemoryError), use_average(server):
+        raise MemoryError
+    assert same(before, dict(server.model.state_dict())), "also if the block raises"
     (alone,) = federation(tiny("dfrd", base="none")).rounds(1)
     assert "averaged" not in alone.server
     assert {"recognised", "agreement", "variety", "contrast", "strangeness"} <= alone.server.keys()

@@ -12,7 +12,7 @@ from barter.core.errors import ConfigError, PayloadError
 from barter.core.images import Spec
 from barter.core.payload import nbytes
 from barter.engines.local import LocalEngine
-from tests.conftest import federation, same, small_federation, tiny
+from tests.conftest import federation, perceptrons, same, small_federation, tiny
 
 FAMILY = ["heterofl", "feddropout", "fedrolex"]
 AS_FEDAVG = {
@@ -67,6 +67,11 @@ def test_clients_hold_as_much_as_they_can_afford_and_only_that_travels() -> None
 def test_classes_are_counted_only_where_that_is_needed() -> None:
     (record,) = federation(tiny("heterofl", own_rows=False, norm="afterwards")).rounds(1)
     assert record.traffic("up") == record.traffic("down")
+
+
+def test_batches_of_one_image_count_as_the_two_that_are_used() -> None:
+    (record,) = perceptrons(tiny("heterofl", batch_size=1), clients=2).rounds(1)
+    assert not record.failures, "honest counts are within their bound"
 
 
 def test_statistics_are_those_of_everybodys_images_in_the_averaged_network() -> None:

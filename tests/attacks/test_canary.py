@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from barter import FedAvg
-from barter.attacks.canary import TOGETHER, EpsilonBound, play_canary_game, prove_epsilon
+from barter.attacks.canary import (
+    TOGETHER,
+    EpsilonBound,
+    Game,
+    _score,
+    play_canary_game,
+    prove_epsilon,
+)
 from barter.cli.app import main
 from barter.core.errors import ConfigError
 from barter.core.nodes import Client, Silence
@@ -130,6 +137,14 @@ def test_noise_that_is_switched_off_is_found_out(
     monkeypatch.setattr(Seeded, "normal", lambda self, count: torch.zeros(count).double())
     part, make = MADE[name]
     assert played(make(12.0), tries=40, images=1)[part].is_broken
+
+
+def test_a_client_that_is_never_asked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    game = Game(rows("gaussian clip=2 noise=2"), 1)
+    game.client.id = 7
+    monkeypatch.setattr(game, "play", lambda *_: None)
+    with pytest.raises(ConfigError, match="hardly ever asks client 7"):
+        _score(game, 0, 20, {}, Silence())
 
 
 def test_a_bound_is_below_what_is_true_and_not_far() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 from barter.core.images import Images, Spec
-from barter.data.partition import Dirichlet, Iid, Quantity
+from barter.data.partition import Dirichlet, Domains, Iid, Quantity
 from barter.data.task import Data, Task, make_task, overlap, split_validation
 
 CPU = torch.device("cpu")
@@ -91,6 +92,34 @@ def test_without_classes_a_changed_label_changes_no_validation_image() -> None:
         )
         assert np.array_equal(one, two) != by_class
         assert len(one) == 20
+
+
+def test_classes_and_domains_that_cannot_be_tested_are_named(tmp_path: Path) -> None:
+    labels = np.arange(14) % 7
+    arrays = {
+        "x_train": np.arange(14 * 64, dtype=np.uint8).reshape(14, 8, 8),
+        "y_train": labels,
+        "x_test": np.zeros((2, 8, 8), dtype=np.uint8),
+        "y_test": np.array([7, 7]),
+        "classes": np.array(["cat", "dog", "owl", "fox", "bee", "cow", "ant", "elk"]),
+    }
+    np.savez(tmp_path / "one.npz", **arrays)
+    names = "class 'cat', class 'dog', class 'owl', class 'fox', class 'bee' and 2 more only"
+    with pytest.raises(ConfigError, match=f"client 0 has training images of {names}"):
+        make_task(Data(source=f"npz:{tmp_path / 'one.npz'}"), Iid(), 1, 0, CPU)
+    arrays["y_train"] = labels % 2
+    arrays["y_test"] = np.array([0, 1])
+    domains = np.arange(14) // 7
+    np.savez(
+        tmp_path / "two.npz",
+        **arrays,
+        domains=np.array(["photo", "sketch"]),
+        domain_train=domains,
+        domain_test=np.zeros(2, dtype=int),
+    )
+    names = "class 'cat' of domain 'sketch', class 'dog' of domain 'sketch' only"
+    with pytest.raises(ConfigError, match=f"client 1 has training images of {names}"):
+        make_task(Data(source=f"npz:{tmp_path / 'two.npz'}"), Domains(), 2, 0, CPU)
 
 
 def test_pixels_are_normalised_by_their_own_statistics() -> None:

@@ -11,9 +11,11 @@ import torch
 from barter.algorithms import ALGORITHMS, DFFKE, FedAvg, FedMD, FedProto, LGFedAvg
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.payload import leaves
+from barter.core.nodes import Client
+from barter.core.payload import State, leaves
 from barter.engines.adversaries import Adversaries, AttackName, choose, poison, uploads
 from barter.experiment import Experiment
+from barter.ops.prototypes import ByClass
 from barter.setup.config import Config, resolve, to_plain, to_toml, with_defaults
 from tests.conftest import perceptrons, small_federation, tiny
 
@@ -83,6 +85,38 @@ def test_parts_of_answers_are_read_from_return_types() -> None:
         "local": set(),
     }
     assert {name: uploads(ALGORITHMS[name]()) for name in expected} == expected
+
+
+class Undecided(FedAvg):
+    """Clients upload weights, or prototypes, or nothing."""
+
+    def client_update(  # type: ignore[override]
+        self, client: Client, w: State
+    ) -> list[int] | ByClass | State | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("answer", "attack", "changed"),
+    [
+        ({"w": torch.ones(2)}, "scaled-weights", {"w": [-10.0] * 2}),
+        (
+            {"classes": torch.tensor([1]), "vectors": torch.ones(1, 2)},
+            "extreme-prototypes",
+            {"classes": [1], "vectors": [[-10.0] * 2]},
+        ),
+        (None, "scaled-weights", None),
+        ([3], "scaled-weights", [3]),
+    ],
+)
+def test_of_a_union_the_member_that_was_sent_is_changed(
+    answer: Any, attack: AttackName, changed: Any
+) -> None:
+    assert uploads(Undecided()) == {"weights", "features"}
+    sent = poisoned(Undecided(), "client_update", answer, attack)
+    if isinstance(sent, dict):
+        sent = {name: value.tolist() for name, value in sent.items()}
+    assert sent == changed
 
 
 def test_adversaries_are_chosen_by_the_seed() -> None:

@@ -15,13 +15,14 @@ from rich.console import Console
 from barter import Experiment
 from barter.algorithms.fedavg import FedAvg
 from barter.core.clients import Clients
-from barter.core.errors import ClientError, StateError
+from barter.core.errors import CheckpointError, ClientError, StateError
 from barter.core.images import Images
 from barter.core.nodes import Client, Server
 from barter.core.payload import State
 from barter.core.record import Round
 from barter.data.task import Data
 from barter.report.run import RunReport
+from barter.runs.checkpoint import read_checkpoint, write_checkpoint
 from barter.runs.collapse import AccuracyWatch
 from barter.runs.folder import checkpoint_rounds, read_records
 from barter.runs.progress import Watcher
@@ -174,6 +175,20 @@ def test_a_state_with_nan_is_not_saved_and_who_stands_out_is_named(tmp_path: Pat
     assert same(state(again), good)
 
 
+def test_a_checkpoint_that_holds_nan_is_refused_and_leads_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    list(perceptrons(FedAvg(**TINY["fedavg"]), out=run).rounds(2))
+    path = run / "checkpoints" / "round-000002.safetensors"
+    spoilt, notes = read_checkpoint(path, torch.device("cpu"))
+    spoilt["server"]["model"]["head.bias"] *= math.nan
+    write_checkpoint(path, spoilt, {key: notes[key] for key in ("config", "data", "round")})
+    message = (
+        rf"round 2 holds NaN or infinity \(.*head.bias\); `barter resume {run} --round 1` goes"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        perceptrons(FedAvg(**TINY["fedavg"]), out=run, resume=True)
+
+
 def test_clients_that_fail_at_what_they_received_lead_back(tmp_path: Path) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Explodes(FedAvg):
@@ -187,8 +202,15 @@ def test_clients_that_fail_at_what_they_received_lead_back(tmp_path: Path) -> No
     run = tmp_path / "run"
     experiment = perceptrons(Explodes(**TINY["fedavg"]), out=run)
     list(experiment.rounds(2))
-    with pytest.raises(ClientError, match=f"; `barter resume {run} --round 1` goes back"):
+    back = (
+        f"; `barter resume {run} --round 1` goes back; a new run with robust=auto limits what one "
+    )
+    with pytest.raises(ClientError, match=back):
         experiment.step()
+    defended = perceptrons(Explodes(**TINY["fedavg"]), robust="auto", out=tmp_path / "defended")
+    list(defended.rounds(2))
+    with pytest.raises(ClientError, match="--round 1` goes back\n"):
+        defended.step()
 
 
 def test_an_outlier_costs_its_client_the_round(tmp_path: Path) -> None:

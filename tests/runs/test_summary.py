@@ -191,6 +191,23 @@ def test_time_to_target_is_the_simulated_time_until_the_first_round_at_it() -> N
     assert mean_positions(RESULTS["good"], cumulative_seconds) == {}, "none where there is none"
 
 
+def test_a_loss_reaches_its_target_from_above() -> None:
+    """Rounds in which it was not measured do not count as zero."""
+    losses = [None, 2.5, 1.4, 0.9]
+    clients = [{} if value is None else {"global_loss": value} for value in losses]
+    run = [
+        Round(t, {0: measured}, {}, {"round": 1.0}, {}, [])
+        for t, measured in enumerate(clients, start=1)
+    ]
+    compared = summarise({"a": {0: run}}, Question("global_loss", target=1.5))
+    assert compared.rows[0].reached.values == (3,)
+    headings, rows = summary_cells(compared)
+    assert rows[0][headings.index("rounds to 1.5 global_loss")][0] == "3.0"
+    assert summarise({"a": {0: run}}, Question("global_loss", target=0.5)).rows[
+        0
+    ].reached == Column(())
+
+
 def test_the_same_table_in_markdown_latex_and_csv() -> None:
     compared = summarise(
         {**RESULTS, "a_b|50% $x$ \\": {0: rounds(0.2)}}, Question("global", "alone", 0.35)

@@ -146,12 +146,14 @@ def moving_average(slow: State, now: State, momentum: float) -> State:
 def use_average(server: Distiller) -> Iterator[None]:
     """Give the server's model the averaged weights, before fine-tuning, in the block.
 
-    It has the fine-tuned ones again after it, unless the block raises.
+    It has the fine-tuned ones again after it, also if the block raises.
     """
     tuned = copy_state(server.model)
     server.model.load_state_dict(server.averaged)
-    yield
-    server.model.load_state_dict(tuned)
+    try:
+        yield
+    finally:
+        server.model.load_state_dict(tuned)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ Differences from the paper:
 
 - `lr`, `epochs`: local training and normalisation are those of `heterofl`. Preset "paper" has
   FedRolex's own local training, which is intended for thousands of rounds.
+- The window begins one channel lower in each round, as in the authors' code; in the paper it begins
+  one higher. Over as many rounds as a layer is wide, both train all its channels equally.
 """
 
 from __future__ import annotations

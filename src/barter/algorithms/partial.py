@@ -43,7 +43,7 @@ from barter.models.width import (
     widen_network,
     without_running_statistics,
 )
-from barter.ops.fit import epoch_length, fit, sgd
+from barter.ops.fit import effective_batch_size, epoch_length, fit, sgd
 from barter.ops.statistics import (
     Statistics,
     combine_statistics,
@@ -230,7 +230,7 @@ class PartialTraining(Algorithm[S, Client]):
     def seen(self, known: Known) -> int:
         """Return how many images a client trains on, counting an image once per use."""
         steps = self.steps or self.epochs * epoch_length(known.examples, self.batch_size)
-        return steps * self.batch_size
+        return steps * effective_batch_size(known.examples, self.batch_size)
 
     def average_updates(
         self, server: S, updates: Replies[SubmodelUpdate], where: Mapping[int, SubmodelIndices]

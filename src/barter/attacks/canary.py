@@ -390,7 +390,7 @@ def _score(
         number += 2
         if numbers is None:  # The client was not among those that the server asked.
             if number > 100 * tries:
-                raise ConfigError("--canary: the server hardly ever asks client 0")
+                raise ConfigError(f"--canary: the server hardly ever asks client {game.client.id}")
             continue
         row = []
         for name, direction in directions.items():

@@ -102,7 +102,7 @@ def run(
     device_memory: Annotated[
         float | None,
         typer.Option(
-            parser=real_number(),
+            parser=real_number,
             metavar="GIB",
             help="Use at most this much of a CUDA device's memory.",
         ),
@@ -234,9 +234,10 @@ def compare(
     target: Annotated[
         float | None,
         typer.Option(
-            parser=real_number(0, 1),
+            parser=real_number,
             metavar="X",
-            help="Count the rounds until this accuracy is reached, such as 0.8.",
+            help="Count the rounds until the metric reaches this value: an accuracy such as 0.8, or a "
+            "loss at most this.",
         ),
     ] = None,
     jobs: Annotated[

@@ -81,20 +81,15 @@ def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
     return parse
 
 
-def real_number(least: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
-    """Return a parser of numbers within bounds; see `whole_number`."""
-    bounds = "" if math.isinf(least) else f" between {least} and {most}"
-
-    def parse(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not least <= number <= most:
-            raise typer.BadParameter(f"{str(text)!r} is not a number{bounds}.")
-        return number
-
-    return parse
+def real_number(text: str) -> float:
+    """Parse a number; raise if the text is none, or NaN."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if math.isnan(number):
+        raise typer.BadParameter(f"{str(text)!r} is not a number.")
+    return number
 
 
 def _device_name(name: str | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import os
 import re
 import signal
@@ -229,7 +230,7 @@ class Comparison:
 
         Raises:
             ConfigError: The baseline is not compared, the metric looks like a misspelt one, or the
-                target is not between 0 and 1. Other unknown metrics are refused by `summary`.
+                target is no value of the metric. Other unknown metrics are refused by `summary`.
         """
         baseline = self.question.get("baseline")
         metric = self.question.get("metric")
@@ -242,8 +243,12 @@ class Comparison:
         near = difflib.get_close_matches(str(metric), METRICS, n=1, cutoff=0.8)
         if metric is not None and metric not in METRICS and near:
             raise ConfigError(f"metric {metric!r}: did you mean {near[0]!r}?")
-        if target is not None and not 0 <= float(target) <= 1:
+        if target is None:
+            return
+        if is_share(metric or "primary") and not 0 <= float(target) <= 1:
             raise ConfigError(f"target={target}: an accuracy is between 0 and 1")
+        if not math.isfinite(float(target)):
+            raise ConfigError(f"target={target}: must be a finite number")
 
     def results(self) -> tuple[Results, list[str]]:
         """Return all finished runs, and the names of the others.

@@ -57,9 +57,11 @@ __all__ = [
     "TupleSchema",
     "UnionSchema",
     "WordSchema",
+    "choose_member",
     "compile_hint",
     "compile_method",
     "find_record",
+    "has_structure",
 ]
 
 M = TypeVar("M")
@@ -196,6 +198,39 @@ class UnionSchema(Schema):
 
     def children(self) -> tuple[Schema, ...]:
         return self.members
+
+
+def has_structure(tree: object, schema: Schema) -> bool:
+    """Return whether a part of a payload has the outer structure of a type."""
+    match schema:
+        case RecordSchema() | StateSchema() | DictSchema():
+            return isinstance(tree, dict)
+        case ListSchema():
+            return isinstance(tree, list | tuple)
+        case TupleSchema():
+            return isinstance(tree, list | tuple) and len(tree) == len(schema.items)
+        case TensorSchema():
+            return isinstance(tree, Tensor)
+        case UnionSchema():
+            return choose_member(tree, schema) is not None
+    return not isinstance(tree, dict | list | tuple | Tensor)
+
+
+def choose_member(tree: object, union: UnionSchema) -> Schema | None:
+    """Return the first member of a union that a part of a payload can be, else None.
+
+    The outer structure decides, for a TypedDict also the keys, and for a State that all values are
+    tensors. What lies inside is not compared.
+    """
+
+    def can_be(member: Schema) -> bool:
+        if isinstance(tree, dict) and isinstance(member, RecordSchema):
+            return tree.keys() <= member.fields.keys()
+        if isinstance(tree, dict) and isinstance(member, StateSchema):
+            return all(isinstance(value, Tensor) for value in tree.values())
+        return has_structure(tree, member)
+
+    return next(filter(can_be, union.members), None)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ from barter.core.schema import (
     TensorSchema,
     TupleSchema,
     UnionSchema,
+    choose_member,
     compile_method,
+    has_structure,
 )
 from barter.core.wire_settings import WireSettings, kind_of_tensor, parameter_names
 
@@ -197,9 +199,9 @@ def _walk(
     """
     content = schema.content or content
     if isinstance(schema, UnionSchema):
-        schema = next((member for member in schema.members if _fits(tree, member)), ANY)
-        content = schema.content or content
-    if not _fits(tree, schema):
+        yield from _walk(tree, choose_member(tree, schema) or ANY, path, field, content)
+        return
+    if not has_structure(tree, schema):
         schema = ANY
     match schema:
         case RecordSchema():
@@ -225,20 +227,6 @@ def _walk(
             for at, value in leaves(tree, path):
                 if isinstance(value, Tensor):
                     yield at, field, content or _kind_of(value, TensorSchema()), value
-
-
-def _fits(tree: Payload, schema: Schema) -> bool:
-    """Return whether a part of a payload has the outer structure of a type."""
-    match schema:
-        case RecordSchema() | StateSchema() | DictSchema():
-            return isinstance(tree, dict)
-        case ListSchema():
-            return isinstance(tree, list | tuple)
-        case TupleSchema():
-            return isinstance(tree, list | tuple) and len(tree) == len(schema.items)
-        case TensorSchema():
-            return isinstance(tree, Tensor)
-    return not isinstance(tree, dict | list | tuple | Tensor)
 
 
 def _kind_of(tensor: Tensor, schema: TensorSchema) -> ContentKind:
@@ -275,14 +263,7 @@ def _map_coded(
 
 def encoded_nbytes(tree: Payload, path: str = "payload") -> int:
     """Return the size in bytes of a payload that may have coded tensors, as it is sent."""
-    sizes: list[int] = []
-    _map_coded(
-        tree,
-        lambda at, code: sizes.append(EncodedTensor.from_payload(code, at).nbytes),
-        lambda value: sizes.append(nbytes(value)),
-        path,
-    )
-    return sum(sizes)
+    return _sum_nbytes(tree, lambda code: code.nbytes, path)
 
 
 def decoded_nbytes(tree: Payload, path: str = "payload") -> int:
@@ -291,10 +272,15 @@ def decoded_nbytes(tree: Payload, path: str = "payload") -> int:
     Raises:
         PayloadError: If a coded tensor is malformed.
     """
+    return _sum_nbytes(tree, lambda code: code.decoded_nbytes, path)
+
+
+def _sum_nbytes(tree: Payload, size: Callable[[EncodedTensor], int], path: str) -> int:
+    """Return the size in bytes of all leaves of a payload, of coded tensors by `size`."""
     sizes: list[int] = []
     _map_coded(
         tree,
-        lambda at, code: sizes.append(EncodedTensor.from_payload(code, at).decoded_nbytes),
+        lambda at, code: sizes.append(size(EncodedTensor.from_payload(code, at))),
         lambda value: sizes.append(nbytes(value)),
         path,
     )

@@ -458,11 +458,22 @@ def _require_tests(
     dataset: Dataset, available: Set[int], part: np.ndarray[Any, Any], client: int
 ) -> None:
     """Raise if the test set has no image of any of a client's domains and classes."""
-    groups = np.unique(_groups(dataset.domain_train[part], dataset.y_train[part], dataset))
-    if available.isdisjoint(groups.tolist()):
-        raise ConfigError(
-            f"client {client} holds classes {groups.tolist()} that the test set does not have"
-        )
+    groups = np.unique(_groups(dataset.domain_train[part], dataset.y_train[part], dataset)).tolist()
+    if not available.isdisjoint(groups):
+        return
+    names = ", ".join(_group_name(group, dataset) for group in groups[:5])
+    more = f" and {len(groups) - 5} more" if len(groups) > 5 else ""
+    raise ConfigError(
+        f"client {client} has training images of {names}{more} only, and the test set has no such "
+        "image: add test images of them, or choose another partition"
+    )
+
+
+def _group_name(group: int, dataset: Dataset) -> str:
+    """Return the class of a number of `_groups`, and its domain if there are several."""
+    domain, label = divmod(group, len(dataset.classes))
+    name = f"class {dataset.classes[label]!r}"
+    return name if len(dataset.domains) == 1 else f"{name} of domain {dataset.domains[domain]!r}"
 
 
 def _local_test(

@@ -30,6 +30,8 @@ from barter.core.schema import (
     StateSchema,
     TensorSchema,
     TupleSchema,
+    UnionSchema,
+    choose_member,
     compile_method,
 )
 
@@ -252,8 +254,10 @@ def _parts(schema: Schema, key: str = "") -> Iterator[Part]:
         for name, field in schema.fields.items():
             yield from _parts(field, name)
     else:
+        # A member of a union has the key of the union.
+        inner_key = key if isinstance(schema, UnionSchema) else ""
         for child in schema.children():
-            yield from _parts(child)
+            yield from _parts(child, inner_key)
 
 
 def _changed(
@@ -263,7 +267,8 @@ def _changed(
 
     Args:
         tree: The payload.
-        schema: Its type. Parts that do not match their type, or lie in a union, stay unchanged.
+        schema: Its type. Of a union, the member that the payload can be. Parts that do not match
+            their type stay unchanged.
         change: Called with the kind of part, the tensor's name and the tensor; returns the new one.
         key: The payload's key in the TypedDict around it.
     """
@@ -273,6 +278,9 @@ def _changed(
     if part is not None and isinstance(tree, Mapping):
         return {name: change(part, name, value) for name, value in tree.items()}
     match schema:
+        case UnionSchema():
+            member = choose_member(tree, schema)
+            return tree if member is None else _changed(tree, member, change, key)
         case RecordSchema() if isinstance(tree, Mapping):
             return {
                 name: _changed(value, schema.fields[name], change, name)

@@ -37,6 +37,7 @@ __all__ = [
     "call_on_images",
     "classification",
     "cross_entropy",
+    "effective_batch_size",
     "epoch_length",
     "fit",
     "fit_by",
@@ -79,7 +80,7 @@ def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
         size: Batch size; more than n counts as n, less than 2 as 2.
         device: Device of the indices.
     """
-    size = _batch_size(n, size)
+    size = effective_batch_size(n, size)
     while True:
         order = torch.randperm(n, device=device)
         filled = torch.cat([order, order[: -n % size]])
@@ -103,10 +104,10 @@ def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor
 
 def epoch_length(n: int, size: int) -> int:
     """Return the number of batches in an epoch of `index_batches`; 0 without samples."""
-    return -(-n // _batch_size(n, size))
+    return -(-n // effective_batch_size(n, size))
 
 
-def _batch_size(n: int, size: int) -> int:
+def effective_batch_size(n: int, size: int) -> int:
     """Return the batch size that is used for n samples: at most n, then at least 2."""
     return max(2, min(size, n))
 

@@ -58,7 +58,9 @@ def kept_channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
         width: Number of channels of the full layer.
         part: Number of channels to keep.
         rule: "static" keeps the first, "random" a random subset, "rolling" a window that wraps
-            around: it begins at channel 0 in round 1, and one channel lower in each further round.
+            around: it begins at channel 0 in round 1, and one channel lower in each further round,
+            as in FedRolex's code. Its paper lets the window begin one channel higher; over `width`
+            rounds, both train every channel equally often.
         t: The round, from 1.
     """
     if rule == "random":

@@ -33,6 +33,7 @@ __all__ = [
     "cumulative_seconds",
     "final_value",
     "heading",
+    "is_better_lower",
     "is_share",
     "known_metrics",
     "mean_positions",
@@ -121,6 +122,11 @@ def is_share(metric: str) -> bool:
     """Return whether a metric is a share between 0 and 1, which is shown in percent."""
     name = metric.removeprefix(SERVER_PREFIX)
     return metric in METRICS or name.endswith(_SHARES) or "_class_" in name
+
+
+def is_better_lower(metric: str) -> bool:
+    """Return whether a lower value of a metric is better, as of a loss."""
+    return metric.endswith(_LOWER)
 
 
 def known_metrics(results: Results) -> list[str]:
@@ -216,18 +222,18 @@ class Summary:
     accuracies: dict[str, Column]  # metric -> values after the last round
     bytes: Column
     seconds: Column
-    reached: Column  # rounds until the target accuracy, for the seeds that reached it
+    reached: Column  # rounds until the target, for the seeds that reached it
     difference: Column  # difference to the baseline with the same seed
     best_round: Column = Column(())  # the round with the highest validation accuracy
     best: Column = Column(())  # the test accuracy after that round
     simulated: Column = Column(())  # simulated seconds
-    bytes_to_target: Column = Column(())  # bytes until the target accuracy, as `reached`
+    bytes_to_target: Column = Column(())  # bytes until the target, as `reached`
     seconds_to_target: Column = Column(())  # simulated seconds until then
 
 
 @dataclass(frozen=True)
 class Question:
-    """The metric to compare, the baseline method, and a target accuracy.
+    """The metric to compare, the baseline method, and a target of the metric.
 
     The table counts the rounds that each method needs to reach the target.
     """
@@ -272,8 +278,9 @@ def summarise(results: Results, question: Question) -> Comparative:
     Args:
         results: Method -> seed -> rounds.
         question: Metric, baseline and target. Differences to the baseline are taken seed by seed,
-            for seeds that both have. The target is reached in the first round whose metric is at
-            least that; seeds that never reach it are left out of the column.
+            for seeds that both have. The target is reached in the first round whose metric is as
+            good: at least the target, or at most that for a loss. Rounds without the metric do not
+            count; seeds that never reach it are left out of the column.
     """
     metric = question.metric
     baseline = question.baseline
@@ -286,8 +293,13 @@ def summarise(results: Results, question: Question) -> Comparative:
         """Return the position of the first round at the target."""
         if target is None:
             return None
-        values = [metric_value(r, metric) or 0.0 for r in rounds]
-        return next((i for i, value in enumerate(values) if value >= target), None)
+        for i, record in enumerate(rounds):
+            value = metric_value(record, metric)
+            if value is None:
+                continue
+            if value <= target if is_better_lower(metric) else value >= target:
+                return i
+        return None
 
     def at_target(amounts: Sequence[float] | None, rounds: Sequence[Round]) -> float | None:
         """Return a cumulative cost at the end of the first round at the target."""
@@ -455,7 +467,7 @@ def _best(metric: str, means: Iterable[float | None]) -> float:
     At least one mean must be known.
     """
     known = [mean for mean in means if mean is not None]
-    return min(known) if metric.endswith(_LOWER) else max(known)
+    return min(known) if is_better_lower(metric) else max(known)
 
 
 def to_markdown(compared: Comparative) -> str:

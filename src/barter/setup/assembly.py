@@ -127,7 +127,6 @@ def assemble(
         )
     devices = resolve_devices(config.device)
     memory = min(limit_memory(device, config.device_memory) for device in devices)
-    device_of = [devices[device_slot(k, len(devices))] for k in range(config.clients)]
     task = make_task(
         config.data,
         config.partition,
@@ -136,6 +135,8 @@ def assemble(
         devices[0],
         shared=config.stores_states,
     )
+    # Only after the data have ruled out a number of clients that would take all memory.
+    device_of = [devices[device_slot(k, len(devices))] for k in range(config.clients)]
     task = place_clients(task, device_of)
     require_apart(config, task.overlap)
     if task.overlap:
