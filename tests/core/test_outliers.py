@@ -95,10 +95,21 @@ def test_extreme_weights_are_found(extreme: State, where: str, others: int) -> N
 
 def test_a_single_answer_is_compared_with_initial_and_received_weights() -> None:
     assert "initial or received" in refused({0: scale(STATE, 2000)}, initial=STATE)[0]
-    assert not refused({0: scale(STATE, 500)}, initial=STATE)
+    assert not refused({0: scale(STATE, 90)}, initial=STATE)
     large = scale(STATE, 5000)
     assert not refused({0: large}, initial=STATE, received=({"weights": large},))
     assert not refused({0: large}), "nothing is known"
+
+
+def test_weights_do_not_grow_from_round_to_round() -> None:
+    start = network().state_dict()
+    grown = scale(start, 95)  # Everybody's weights, after a poisoned average.
+    honest = {k: scale(grown, 1.09) for k in range(3)}
+    assert not refused(honest, initial=start, received=(grown,)), "they may still change"
+    found = refused({**honest, 3: scale(grown, 1.2)}, initial=start, received=(grown,))
+    assert list(found) == [3]
+    assert "initial or received weights" in found[3]
+    assert not refused({0: scale(start, 99), 1: start, 2: start}, initial=start)
 
 
 def test_a_minority_cannot_move_the_reference() -> None:

@@ -6,6 +6,8 @@ are also bounded relative to what is usual:
 
 - The weights of a network: as a whole and tensor by tensor, by the other clients' weights of the
   same names and shapes, the client's initial weights, and what the client received.
+  Since these references grow with the weights if one client sends large ones in every round, the
+  network as a whole is also bounded by its initial weights.
 - Statistics of normalisation: tensor by tensor, by the same.
 - Other values (logits, prototypes, gradients): by the other clients' values in the same place.
 
@@ -40,6 +42,10 @@ __all__ = ["OutlierComparison", "compare_answers", "find_large_logits", "probe"]
 OUTLIER_FACTOR = 100.0
 # The same if no other client answered, so that only initial or received weights can be compared.
 FACTOR_WITHOUT_OTHERS = 1000.0
+# Weights may be this many times as large as the initial ones, and larger only by GROWTH times what
+# the client received. The other references follow what earlier answers have done to the weights.
+INITIAL_FACTOR = 100.0
+GROWTH = 1.1
 # Values and statistics below it are never too large: activations and logits are of this order.
 USUAL_VALUE = 1.0
 USUAL_LOGIT = 10.0  # The same for logits of random images.
@@ -205,10 +211,12 @@ class _Table:
             reference = _median(same)
             if kind == "weight":
                 names = [(found.name, found.shape) for found in self.members[place, kind]]
-                reference = reference.at_least(
-                    _joint(initial, names), _joint_received(received, names)
-                )
+                start = _joint(initial, names)
+                now = _joint_received(received, names)
+                reference = reference.at_least(start, now)
                 usual_weights[place] = reference.rms
+                if start != _Size():
+                    found_all += _compare_with_start(place, size, start, now)
             elif same:
                 reference = reference.at_least(_Size(USUAL_VALUE, USUAL_VALUE))
             else:
@@ -243,6 +251,25 @@ def _compare(
     whose = (
         "initial or received weights" if without_others else "what is usual among the other clients"
     )
+    return _pair(path, size, reference, times, whose)
+
+
+def _compare_with_start(
+    path: str, size: _Size, start: _Size, received: _Size
+) -> list[OutlierComparison]:
+    """Compare peak and rms of a network's weights with the initial ones.
+
+    A client that received weights near the limit or above it may return slightly larger ones.
+    """
+    share = GROWTH / INITIAL_FACTOR
+    reference = start.at_least(_Size(share * received.peak, share * received.rms))
+    return _pair(path, size, reference, INITIAL_FACTOR, "initial or received weights")
+
+
+def _pair(
+    path: str, size: _Size, reference: _Size, times: float, whose: str
+) -> list[OutlierComparison]:
+    """Return the comparisons of peak and rms with those references that are not zero."""
     pairs = (
         ("largest absolute value", size.peak, reference.peak),
         ("root mean square", size.rms, reference.rms),
