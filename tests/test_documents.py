@@ -259,36 +259,6 @@ def stored(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
 
 
-def test_typed_tables_agree_with_stored_results() -> None:
-    """Tables of what is not a run with rounds are typed by hand; their numbers are stored too."""
-    (rows,) = tables_of("docs/results/privacy.md", "Epsilon beside other accountants")
-    epsilon = stored("audit.json")["epsilon"]
-    assert rows.keys() == epsilon.keys()
-    for setting, cells in rows.items():
-        known = epsilon[setting]
-        assert cells[:2] == [f"{known['barter']:.3f}", f"{known['dp_accounting']:.3f}"], setting
-
-    (rows,) = tables_of("docs/results/overhead.md", "By method")
-    overhead = {row["method"]: row for row in stored("overhead.json")["rows"]}
-    assert rows.keys() == overhead.keys()
-    for method, cells in rows.items():
-        known = overhead[method]
-        spent = known["passes"] + known["updates"]
-        seconds = [f"{known[key]:.2f}" for key in ("round", "passes", "updates")]
-        ratios = [f"{known['round'] / known['passes']:.2f}", f"{known['round'] / spent:.2f}"]
-        assert cells[:5] == seconds + ratios, method
-
-    (rows,) = tables_of("docs/results/overhead.md", "Privacy protection")
-    assert len(rows) == len(stored("privacy.json")["rows"])
-    for row in stored("privacy.json")["rows"]:
-        cells = rows[row["what"].replace("means of classes", "class means")]
-        assert cells == [f"{row['plain']:.2f}", f"{row['protected']:.2f}", f"{row['factor']:.3f}"]
-
-    rows, _ = tables_of("docs/results/flower.md", "A round")
-    for clients, known in stored("flower.json")["rounds"].items():
-        assert rows[clients][:2] == [f"{known['local']:.2f} s", f"{known['flower']:.1f} s"]
-
-
 def test_accuracies_under_protection_agree_with_stored_results() -> None:
     names = {"none": "nothing", '`reveal = "nothing"`': "noise-for-embeddings"}
     names["the same, `noise=1`"] = "noise-for-embeddings, noise=1"
