@@ -11,7 +11,8 @@ two comments, and everything between them is replaced:
     <!-- table: dffke-cifar -->
     <!-- end -->
 
-benchmarks/tables.toml says what a table shows:
+Tables of attacks, costs and speed are those of `benchmarks.measured`. What other tables show is
+said by benchmarks/tables.toml:
 
     [dffke-cifar]
     first = "setting"                     # heading of the first column
@@ -66,6 +67,7 @@ from barter.recipes.stored import (
     spread_over_seeds,
 )
 from barter.runs.progress import format_bytes
+from benchmarks import measured
 
 ROOT = Path(__file__).parent.parent
 MARKER = re.compile(r"(<!-- table: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -275,13 +277,18 @@ def render(spec: Mapping[str, Any], rows: Mapping[str, Sequence[StoredRun]]) -> 
         if what in map(str, spec.get("bold", [])) and known:
             best[place] = max(known)
     lines = [[spec.get("first", "method"), *(text for _, text in columns)]]
-    lines.append(["---"] * len(lines[0]))
     for label, cells in table:
         texts = [
             f"**{text}**" if number is not None and number == best.get(place) else text
             for place, (text, number) in enumerate(cells)
         ]
         lines.append([label, *texts])
+    return to_markdown(lines)
+
+
+def to_markdown(table: Sequence[Sequence[str]]) -> str:
+    """Return the cells of a table, the heading first, as Markdown."""
+    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
@@ -296,6 +303,8 @@ def fill(
 
     def table(found: re.Match[str]) -> str:
         name = found[2].strip()
+        if name in measured.TABLES:
+            return f"{found[1]}\n{to_markdown(measured.TABLES[name]())}\n{found[3]}"
         if name not in specs:
             raise ConfigError(f"benchmarks/tables.toml has no table {name!r}")
         try:
@@ -324,9 +333,13 @@ def main() -> int:
                     sys.stdout.write(f"{row}  [{len(runs)} seeds, {last} rounds: {metrics}]\n")
             return 0
         specs = specifications()
+        if args.print in measured.TABLES:
+            sys.stdout.write(to_markdown(measured.TABLES[args.print]()))
+            return 0
         if args.print is not None:
             if args.print not in specs:
-                raise ConfigError(f"there is no table {args.print!r}: {', '.join(specs)}")
+                names = ", ".join([*specs, *measured.TABLES])
+                raise ConfigError(f"there is no table {args.print!r}: {names}")
             sys.stdout.write(render(specs[args.print], rows))
             return 0
         status = 0

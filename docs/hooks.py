@@ -32,6 +32,8 @@ NOTEBOOKS = runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
 OLD = ("history.md", "research-log/")
 # The text of a link, which may hold code, its path, and its anchor.
 LINK = re.compile(r"(!?\[(?:`[^`]*`|[^\]`])*\])\(([^)\s#]+)((?:#[^)\s]*)?)\)")
+# Spaces of a table at which a line must not end: 35.2 ± 0.1, 6.0 MB, 71.7 (6).
+INSIDE_NUMBER = re.compile(r"(?<=\d) (?=±|%|dB\b|[kMG]?B\b|s\b|\(\d+\))|(?<=±) ")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -130,8 +132,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     # Blocks of code are not touched: what looks like a link there is none.
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
-    parts[::2] = [LINK.sub(rewrite, part) for part in parts[::2]]
+    parts[::2] = [keep_numbers(LINK.sub(rewrite, part)) for part in parts[::2]]
     return "".join(parts)
+
+
+def keep_numbers(markdown: str) -> str:
+    """Keep a number of a table on one line with its deviation, unit or round."""
+    lines = markdown.split("\n")
+    return "\n".join(
+        INSIDE_NUMBER.sub("\N{NO-BREAK SPACE}", line) if line.startswith("|") else line
+        for line in lines
+    )
 
 
 def _link_notebooks(markdown: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from barter.core.errors import CheckpointError, ConfigError
 from barter.recipes.stored import StoredRun, read_stored_runs, write_stored_runs
-from benchmarks import adversaries, tables
+from benchmarks import adversaries, measured, tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,9 +34,12 @@ def test_committed_pages_agree_with_the_stored_results() -> None:
     specs = tables.specifications()
     for name, spec in specs.items():
         assert tables.render(spec, rows).count("\n") == len(spec["rows"]) + 2, name
+    shown = set()
     for page in tables.pages():
         text = page.read_text("utf-8")
         assert tables.fill(text, specs, rows) == text, f"{page}: run python -m benchmarks.tables"
+        shown |= {found[2].strip() for found in tables.MARKER.finditer(text)}
+    assert measured.TABLES.keys() <= shown
 
 
 @pytest.mark.parametrize(

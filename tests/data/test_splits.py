@@ -93,6 +93,20 @@ def test_files_as_other_libraries_write_them(tmp_path: Path, scale: str) -> None
     assert (config.clients, type(config.partition).__name__) == (2, "Domains")
 
 
+def test_a_client_may_have_fewer_images_than_there_are_classes(tmp_path: Path) -> None:
+    """Files of other libraries name no classes; a client may hold three images of class 9."""
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        for k, y in enumerate([np.arange(10).repeat(3), np.array([9, 9, 9])]):
+            np.savez(tmp_path / part / f"{k}.npz", data={"x": images(len(y)), "y": y})
+    dataset = load_dataset(f"clients:{tmp_path}")
+    assert dataset.numbered
+    assert dataset.classes == [str(c) for c in range(10)]
+    np.savez(tmp_path / "train" / "1.npz", data={"x": images(3), "y": np.array([9, 9, 10**9])})
+    with pytest.raises(ConfigError, match="class number 1000000000"):
+        load_dataset(f"clients:{tmp_path}")
+
+
 def test_a_bright_file_is_on_the_scale_of_the_others(tmp_path: Path) -> None:
     """Of images from -1 on, those without a dark pixel look as if they began at 0."""
     save(tmp_path, x=np.full((4, 6, 5, 3), -1, dtype=np.float32), y=np.arange(4))

@@ -16,6 +16,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -95,6 +96,13 @@ def read_split(path: Path, name: str) -> Dataset:
     signed = any(_is_float(file["x"]) and file["x"].min(initial=0) < 0 for file in files.values())
     for file, arrays in files.items():
         arrays["x"] = _pixels(arrays["x"], file, signed=signed)
+    # Classes without names are counted over all clients: one of them may have fewer images than
+    # there are classes.
+    labels = [file["y"] for file in files.values()]
+    largest = max(int(y.max(initial=-1)) for y in labels)
+    numbered = not any("classes" in files[file] for file in train_paths)
+    numbered = numbered and largest < sum(map(len, labels))
+    numbers = np.array([str(c) for c in range(largest + 1)]) if numbered else None
     parts = []
     for train_path, test_path in zip(train_paths, test_paths, strict=True):
         train = files[train_path]
@@ -107,11 +115,13 @@ def read_split(path: Path, name: str) -> Dataset:
         }
         if "classes" in train:
             part["classes"] = train["classes"]
+        elif numbers is not None:
+            part["classes"] = numbers
         parts.append(part)
     tests = None
     if global_path in files:
         tests = (files[global_path]["x"], files[global_path]["y"])
-    return from_python(parts, name, tests=tests)
+    return replace(from_python(parts, name, tests=tests), numbered=numbered)
 
 
 def write_split(

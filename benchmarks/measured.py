@@ -1,0 +1,261 @@
+"""Tables of measurements that are no accuracies by round: attacks, costs and speed.
+
+Each function of `TABLES` reads files of benchmarks/results and returns the cells of one table, the
+heading first. `benchmarks.tables` writes them into the pages beside the tables of stored runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+Table = list[list[str]]
+
+# Labels of DFFKE's protections by their names in dffke-privacy.json; the number is epsilon.
+PROTECTIONS = {
+    "nothing": "none",
+    "gaussian-8": "gaussian, 8",
+    "gaussian-3": "gaussian, 3",
+    "gaussian-1": "gaussian, 1",
+    "means-8": "means, 8",
+    "means-3": "means, 3",
+    "means-1": "means, 1",
+    "the-paper-s-noise": "the paper's noise",
+    "noise-for-embeddings": '`reveal = "nothing"`',
+    "noise-for-embeddings, noise=1": "the same, `noise=1`",
+    "private-training-8": "private training, 8",
+    "private-training-3": "private training, 3",
+    "private-training-1": "private training, 1",
+}
+GUESSES = ("inversion: mean of the class", "inversion: nearest image of the class")
+SYNTHETIC = "inversion: transfer images"
+
+
+def stored(name: str) -> Any:
+    """Return the content of a file of benchmarks/results."""
+    return json.loads((RESULTS / name).read_text("utf-8"))
+
+
+def _reconstruction(attacks: Sequence[dict[str, float]]) -> str:
+    """Return PSNR and rate of found images, each of the best attack."""
+    psnr = max(values["psnr"] for values in attacks)
+    found = 100 * max(values["found"] for values in attacks)
+    rate = "100" if found == 100 else f"{found:.1f}"
+    return f"{psnr:.1f} dB, {rate}%"
+
+
+def attacks(data: str) -> Table:
+    """Return what attacks on DFFKE achieve, by protection.
+
+    Args:
+        data: The data set's key in dffke-privacy.json.
+    """
+    heading = [
+        "protection",
+        "ε of the run",
+        "global test",
+        "local test",
+        "best reconstruction: PSNR, found",
+    ]
+    heading += ["synthetic images: PSNR, found", "membership AUC", "class frequencies"]
+    table = [heading]
+    measured = stored("dffke-privacy.json")[data]
+    for name, label in PROTECTIONS.items():
+        run = measured[name]
+        results: dict[str, dict[str, float]] = run["attacks"]
+        inversions = [
+            values
+            for attack, values in results.items()
+            if attack.startswith("inversion") and attack not in (*GUESSES, SYNTHETIC) and values
+        ]
+        by_embeddings = results.get("membership: nearest row, embeddings and weights")
+        by_loss = results["membership: loss threshold, weights"]
+        membership = [values["auc"] for values in (by_embeddings, by_loss) if values]
+        distances = [
+            values["distance"]
+            for attack, values in results.items()
+            if attack.startswith("labels") and attack != "labels: all classes alike"
+        ]
+        epsilon = run["epsilon"]
+        protected = SYNTHETIC not in results
+        table.append(
+            [
+                label,
+                "∞" if epsilon == "infinity" else f"{epsilon:.0f}",
+                f"{run['rounds'][-1]:.1f}",
+                f"{run['own']:.1f}",
+                _reconstruction(inversions) if inversions else "none",
+                "of no private image" if protected else _reconstruction([results[SYNTHETIC]]),
+                ", ".join(f"{auc:.2f}" for auc in membership),
+                f"{min(distances):.2f}",
+            ]
+        )
+    return table
+
+
+def epsilon() -> Table:
+    """Return epsilon by barter and by other accountants."""
+    table = [["setting", "barter", "dp-accounting", "Opacus, PRV", "Opacus, RDP"]]
+    for setting, values in stored("audit.json")["epsilon"].items():
+        below = values["opacus_prv_below"]
+        prv = "" if values["opacus_prv"] is None else f"{values['opacus_prv']:.3f}"
+        if below is not None:
+            prv = f"{below:.3f} to {prv}"
+        rdp = "" if values["opacus_rdp"] is None else f"{values['opacus_rdp']:.3f}"
+        table.append(
+            [setting, f"{values['barter']:.3f}", f"{values['dp_accounting']:.3f}", prv, rdp]
+        )
+    return table
+
+
+def overhead() -> Table:
+    """Return the time of a round and of its passes, by method."""
+    heading = ["method", "a round, s", "passes, s", "optimizers, s", "round / passes"]
+    heading += ["round / (passes + optimizers)", "round / passes, x86"]
+    table = [heading]
+    elsewhere = {row["method"]: row for row in stored("overhead-x86.json")["rows"]}
+    for row in stored("overhead.json")["rows"]:
+        x86 = elsewhere.get(row["method"])
+        spent = row["passes"] + row["updates"]
+        cells = [f"{row[key]:.2f}" for key in ("round", "passes", "updates")]
+        cells += [f"{row['round'] / row['passes']:.2f}", f"{row['round'] / spent:.2f}"]
+        cells.append("" if x86 is None else f"{x86['round'] / x86['passes']:.2f}")
+        table.append([row["method"], *cells])
+    return table
+
+
+def protection() -> Table:
+    """Return the time of rounds without and with privacy protection."""
+    table = [["what", "plain, s", "protected, s", "factor"]]
+    for row in stored("privacy.json")["rows"]:
+        what = row["what"].replace("means of classes", "class means")
+        cells = [f"{row['plain']:.2f}", f"{row['protected']:.2f}", f"{row['factor']:.3f}"]
+        table.append([what, *cells])
+    return table
+
+
+def flower_calls() -> Table:
+    """Return the seconds of an empty call, by the number of sites."""
+    table = [["sites", "barter's node", "Flower's SuperNode"]]
+    for sites, seconds in stored("flower.json")["nodes"].items():
+        other = seconds.get("flower")
+        table.append(
+            [sites, f"{seconds['barter']:.2f} s", "" if other is None else f"{other:.1f} s"]
+        )
+    return table
+
+
+def flower_rounds(file: str) -> Table:
+    """Return the seconds of a round in one process and on Flower.
+
+    Args:
+        file: The stored measurement.
+    """
+    table = [["clients", "a round in one process", "on Flower", "ratio"]]
+    for clients, seconds in stored(file)["rounds"].items():
+        ratio = seconds["flower"] / seconds["local"]
+        shown = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+        table.append([clients, f"{seconds['local']:.2f} s", f"{seconds['flower']:.1f} s", shown])
+    return table
+
+
+def flower_megabytes() -> Table:
+    """Return the seconds of a call by the size of its payload, which is sent and returned."""
+    table = [["tree", "seconds", "MB/s, both directions together", "exact"]]
+    calls: dict[float, list[list[float]]] = {}
+    for call in stored("flower-supernode.json")["calls"]["calls"]:
+        calls.setdefault(call[0], []).append(call)
+    for size, measured in calls.items():
+        seconds = [call[1] for call in measured]
+        shown = f"{min(seconds):.1f}"
+        if len(seconds) > 1:
+            shown += f" to {max(seconds):.1f}"
+        rate = f"{2 * size / seconds[0]:.0f}" if size >= 10 else "-"
+        exact = "yes" if all(call[2] == 1 for call in measured) else "no"
+        table.append([f"{size:.0f} MB" if size else "empty", shown, rate, exact])
+    return table
+
+
+def gpu_training() -> Table:
+    """Return images per second of local training on a GPU."""
+    heading = ["local training, images per second", "plain loop", "barter", "ratio"]
+    table = [[*heading, "PyTorch's graphs"]]
+    loops = {row["work"]: row for row in stored("speed.json")["rows"]}
+    for row in stored("speed-fused.json")["rows"]:
+        loop = loops[row["work"]]
+        ratio = row["barter"] / loop["peers"]
+        ceiling = loop["ceiling"]
+        cells = [f"{loop['peers']:,.0f}", f"{row['barter']:,.0f}", f"{ratio:.1f}"]
+        table.append([row["work"], *cells, "-" if ceiling is None else f"{ceiling:,.0f}"])
+    return table
+
+
+def cpu_training() -> Table:
+    """Return images per second of local training on a CPU."""
+    table = [["images per second", "plain loop", "one after the other", "side by side", "ratio"]]
+    for row in stored("speed-cpu.json")["rows"]:
+        _, size, steps, _ = row["work"].split(", ")
+        speeds = [row[key] for key in ("peers", "one_after_the_other", "barter")]
+        what = f"{size}, {steps.replace(' a turn', ' per client')}"
+        table.append([what, *(f"{speed:,.0f}" for speed in speeds), f"{row['ratio']:.2f}"])
+    return table
+
+
+def phases() -> Table:
+    """Return the seconds of a DFFKE round by phase."""
+    keys = ("learn", "unify", "decoder", "teach", "exchange", "evaluate")
+    table = [["networks", *keys, "round", "GB"]]
+    labels = {
+        "default, resnet18, 64 px": "ResNet-18, 64 px",
+        "default, resnet18, 128 px": "ResNet-18, 128 px",
+    }
+    measured = stored("speed.json")["round"]
+    for name, label in labels.items():
+        seconds = measured[name]
+        cells = [f"{seconds[key]:.1f}" for key in keys]
+        table.append([label, *cells, f"**{seconds['round']:.1f}**", f"{seconds['memory_gb']:.1f}"])
+    return table
+
+
+def execution() -> Table:
+    """Return images per second by the way in which steps are executed."""
+    ways = ("eager", "compile", "compile-overhead", "graphs", "kernels", "compile-graphs")
+    table = [["images per second", *ways, "preparing, graphs / kernels / compile"]]
+    labels = {
+        "resnet18-32": "10 x ResNet-18, 32 px",
+        "small-resnet-32": "10 x small-resnet, 32 px",
+        "resnet18-128": "10 x ResNet-18, 128 px",
+    }
+    measured = stored("speed-execution.json")["execution"]
+    for name, label in labels.items():
+        found = measured[name]
+        speeds = [
+            f"{found[way]['images_per_second']:,.0f}" if way in found else "-" for way in ways
+        ]
+        prepared = [
+            f"{found[way]['prepare_seconds']:.1f}"
+            for way in ("graphs", "kernels", "compile-graphs")
+            if way in found
+        ]
+        table.append([label, *speeds, f"{' / '.join(prepared)} s"])
+    return table
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "privacy-attacks-digits": lambda: attacks("digits"),
+    "privacy-attacks-fashion": lambda: attacks("fashion-2k"),
+    "privacy-epsilon": epsilon,
+    "overhead-methods": overhead,
+    "overhead-protection": protection,
+    "flower-calls": flower_calls,
+    "flower-rounds": lambda: flower_rounds("flower.json"),
+    "flower-rounds-supernode": lambda: flower_rounds("flower-supernode.json"),
+    "flower-megabytes": flower_megabytes,
+    "speed-gpu": gpu_training,
+    "speed-cpu": cpu_training,
+    "speed-phases": phases,
+    "speed-execution": execution,
+}
