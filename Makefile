@@ -16,6 +16,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed  ## five clients, five architectures, skewed data: watch them teach each other
 	$(BIN)/barter run
 
+# Without bytecode, every worker would rewrite the assertions of all test files anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/installed  ## lint, types and the test suite
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -6,7 +6,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from barter import ALGORITHMS, Experiment
+from barter.compare.comparison import RunJob
 from barter.core.algorithm import Algorithm
 from barter.core.payload import isolate, leaves
+from barter.data import sources
 from barter.data.sources import load_dataset
 from barter.data.task import Data
 from barter.testing import conformance
@@ -142,6 +145,25 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+# Even less, for what runs dozens of rounds of every algorithm and asks for no accuracy: one step
+# where TINY takes some.
+LEAST: dict[str, dict[str, Any]] = {
+    "dffke": {"max_epochs": 1, "docking_epochs": 1, "decoder_steps": 1, "exchange_steps": 1},
+    "fedzge": {"epochs": 1, "samples": 10},
+    "fedaf": {"steps": 1, "server_epochs": 2},
+    "feddm": {"steps": 1, "server_epochs": 2},
+    "dfrd": {"iterations": 1, "global_steps": 1},
+    "fedftg": {"iterations": 1},
+    "dense": {"passes": 1, "generator_steps": 1},
+    "fedzkt": {"iterations": 1, "client_steps": 1},
+    "fedtgp": {"server_epochs": 1},
+    "fedgh": {"server_epochs": 1},
+    "fedgen": {"generator_steps": 1},
+    "fedktl": {"server_epochs": 1},
+    "local": {"max_epochs": 1},
+}
+
+
 # What has no default that could work.
 NEEDED: dict[str, dict[str, Any]] = {"fedktl": {"generator": "tests.conftest:blots"}}
 
@@ -154,8 +176,20 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_disks() -> Iterator[None]:
+    """No test cuts the power: what was written is there without waiting for the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 def tiny(name: str, **changes: Any) -> Algorithm[Any, Any]:
     return ALGORITHMS[name](**{**NEEDED.get(name, {}), **TINY[name], **changes})
+
+
+def least(name: str, **changes: Any) -> Algorithm[Any, Any]:
+    return tiny(name, **{**LEAST.get(name, {}), **changes})
 
 
 class Blots(nn.Module):
@@ -203,16 +237,37 @@ def perceptrons(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
     return small_federation(algorithm, **{"models": "small-mlp", **options})
 
 
-def digits_file(folder: Path) -> str:
+def digits_file(folder: Path, images: int = conformance.IMAGES) -> str:
     """A source of as few images, in a file that other processes can read too."""
-    arrays = dict(
-        zip(("x_train", "y_train", "x_test", "y_test"), conformance.few_digits(), strict=True)
-    )
-    images = {
+    parts = ("x_train", "y_train", "x_test", "y_test")
+    arrays = dict(zip(parts, conformance.few_digits(images), strict=True))
+    files = {
         name: a.permute(0, 2, 3, 1) if name.startswith("x") else a for name, a in arrays.items()
     }
-    np.savez(folder / "digits.npz", **{name: a.numpy() for name, a in images.items()})
+    np.savez(folder / "digits.npz", **{name: a.numpy() for name, a in files.items()})
     return f"npz:{folder / 'digits.npz'}"
+
+
+@contextmanager
+def fewer_digits(images: int = 400) -> Iterator[None]:
+    """Let `digits` be the first of its images, for what takes them by name and shows no accuracy."""
+    x, y = sources._eight_by_eight()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "_eight_by_eight", lambda: (x[:images], y[:images]))
+        yield
+
+
+@pytest.fixture
+def few_images() -> Iterator[None]:
+    with fewer_digits():
+        yield
+
+
+def run_jobs_here(jobs: Sequence[RunJob], *_: object) -> list[RunJob]:
+    """Run the jobs of a comparison in this process: another takes seconds to start."""
+    for job in jobs:
+        list(Experiment.from_config(job.config, job.folder).rounds(job.config.rounds))
+    return []
 
 
 def state(experiment: Experiment) -> dict[str, Any]:

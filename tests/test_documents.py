@@ -423,6 +423,7 @@ def test_commands_that_cannot_be_given_are_found(line: str, why: str, tmp_path: 
         check_command(wrong, tmp_path / "compared")
 
 
+@pytest.mark.usefixtures("few_images")
 def test_the_loop_goes_on_after_the_first_round(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -443,6 +444,7 @@ LONG = {"loop.py": [pytest.mark.slow]}  # a minute; what it calls is tested else
 @pytest.mark.parametrize(
     "example", [pytest.param(name, marks=LONG.get(name, [])) for name in EXAMPLES]
 )
+@pytest.mark.usefixtures("few_images")
 def test_examples_run(example: str, tmp_path: Path) -> None:
     def run() -> int:
         runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
@@ -460,6 +462,7 @@ RECIPES = re.findall(
 
 
 @pytest.mark.parametrize(("title", "code"), RECIPES, ids=[title for title, _ in RECIPES])
+@pytest.mark.usefixtures("few_images")
 def test_recipes_run(
     title: str, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from barter import (
     Local,
     Server,
 )
+from barter.cli import running
 from barter.cli.app import main
 from barter.core.errors import CheckpointError, ClientError, ConfigError
 from barter.core.images import Spec
@@ -28,7 +29,17 @@ from barter.data.partition import Iid
 from barter.engines import forks
 from barter.runs.tables import closing_table
 from barter.setup.config import Config, read_toml, resolve, to_toml, with_settings
-from tests.conftest import federation, perceptrons, same, small_federation, state, tiny
+from tests.conftest import (
+    federation,
+    perceptrons,
+    run_jobs_here,
+    same,
+    small_federation,
+    state,
+    tiny,
+)
+
+pytestmark = pytest.mark.usefixtures("few_images")
 
 
 def test_the_loop_is_the_users() -> None:
@@ -87,6 +98,7 @@ def test_what_a_method_remarks_of_a_run_is_said_at_its_end(
     assert "note: no [layer] moved in 3 rounds" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "run")]) == 0
     assert "no [layer] moved in 3 rounds" in next((tmp_path / "run").glob("*.html")).read_text()
+    monkeypatch.setattr(running, "run_all", run_jobs_here)
     folder = ["--out", str(tmp_path / "many"), "--seeds", "0"]
     assert main(["compare", "--algorithms", "local", *settings, *folder]) == 0
     assert main(["report", str(tmp_path / "many")]) == 0

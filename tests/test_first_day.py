@@ -258,10 +258,13 @@ def test_factories_say_what_is_wrong_with_their_arguments(
             build_network(name, spec)
 
 
-def test_describing_a_configuration_loads_neither_torchvision_nor_scipys_solvers() -> None:
+def test_a_run_of_small_networks_loads_neither_torchvision_nor_all_of_scipy() -> None:
+    """They take longer to load than everything else, and describing a run needs them no more."""
     code = (
-        "import sys; from barter.cli import describing; "
-        "print([m for m in ('torchvision', 'scipy.optimize', 'scipy.stats') if m in sys.modules])"
+        "import sys; from barter.cli import describing, running; "
+        "from barter.data.sources import load_dataset; load_dataset('digits'); "
+        "slow = ('torchvision', 'sklearn', 'scipy.optimize', 'scipy.stats', 'torch._dynamo'); "
+        "print([m for m in slow if m in sys.modules])"
     )
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, check=True, text=True).stdout == "[]\n"

@@ -9,6 +9,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ from barter.cli.app import main
 from barter.cli.common import make_console
 from barter.compare.comparison import RunJob
 from barter.experiment import Experiment
-from tests.conftest import TINY
+from tests.conftest import TINY, fewer_digits
 from tests.forked import forked, status
 
 ROOT = Path(__file__).parent.parent
@@ -109,7 +110,9 @@ def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tagged = [cell for cell in code_cells(name) if "parameters" in cell["metadata"].get("tags", [])]
     assert len(tagged) == 1
     monkeypatch.chdir(tmp_path)
-    ended = status(forked(run_cells(name, QUICK[name]), tmp_path / "said"))
+    # Statistics of classes, which one of them compares, need more images than the others.
+    with nullcontext() if name == "compare-and-attack" else fewer_digits():
+        ended = status(forked(run_cells(name, QUICK[name]), tmp_path / "said"))
     assert ended == 0, (tmp_path / "said").read_text()
 
 

@@ -741,6 +741,7 @@ def test_a_live_page_that_is_stopped_stops(
         )
 
 
+@pytest.mark.usefixtures("few_images")
 def test_images_are_in_the_page_where_there_are_some(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(["run", "--out", str(run), *QUICK]) == 0
@@ -768,9 +769,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("kind", ["few", "many", "comparison"])
-def test_in_a_browser(tmp_path: Path, browser: Browser, kind: str, width: int) -> None:
+def test_in_a_browser(tmp_path: Path, browser: Browser, kind: str) -> None:
     folder = {"few": (3, 4), "many": (40, 60)}
     made = (
         compared(tmp_path / "c")
@@ -778,23 +778,24 @@ def test_in_a_browser(tmp_path: Path, browser: Browser, kind: str, width: int) -
         else written(tmp_path / "run", *folder[kind])
     )
     content = report(made)
-    browser.open(made / "report.html", width)
-    browser.until("document.querySelectorAll('.chart > script').length === 0")
-    assert browser.said == [], "no error, no warning, nothing asked of any network"
-    sizes = browser.value(
-        "[...document.querySelectorAll('.chart .nsewdrag')].map(p => p.getBoundingClientRect().width)"
-    )
-    assert len(sizes) == len(charts(content)) > 5
-    assert min(sizes) > width / 6
-    assert browser.value("document.documentElement.scrollWidth") == width, "nothing sticks out"
-    browser.hover("document.querySelector('.chart .nsewdrag')")
-    browser.until("document.querySelector('.chart .hoverlayer').textContent.includes('%')")
-    if kind == "comparison":
-        for place in (".legendtext", ".ytick text"):
-            shown = browser.value(
-                f"[...document.querySelectorAll('{place}')].map(t => t.textContent)"
-            )
-            assert ODD in shown, "as it was written"
+    for width in (1280, 390):
+        browser.open(made / "report.html", width)
+        browser.until("document.querySelectorAll('.chart > script').length === 0")
+        assert browser.said == [], "no error, no warning, nothing asked of any network"
+        sizes = browser.value(
+            "[...document.querySelectorAll('.chart .nsewdrag')].map(p => p.getBoundingClientRect().width)"
+        )
+        assert len(sizes) == len(charts(content)) > 5
+        assert min(sizes) > width / 6
+        assert browser.value("document.documentElement.scrollWidth") == width, "nothing sticks out"
+        browser.hover("document.querySelector('.chart .nsewdrag')")
+        browser.until("document.querySelector('.chart .hoverlayer').textContent.includes('%')")
+        if kind == "comparison":
+            for place in (".legendtext", ".ytick text"):
+                shown = browser.value(
+                    f"[...document.querySelectorAll('{place}')].map(t => t.textContent)"
+                )
+                assert ODD in shown, "as it was written"
 
 
 @needs_chromium

@@ -77,14 +77,14 @@ def test_what_normalisation_holds_is_told_by_the_kind_of_layer() -> None:
 
 def test_fedbn_without_normalisation_is_fedavg() -> None:
     settings: dict[str, Any] = {"epochs": 1, "batch_size": 50, "lr": 0.05, "fraction": 0.7}
-    one, other = (federation(kind(**settings), models=[plain]) for kind in (FedAvg, FedBN))
+    one, other = (small_federation(kind(**settings), models=[plain]) for kind in (FedAvg, FedBN))
     list(one.rounds(3))
     list(other.rounds(3))
     assert same(dict(one.server.model.state_dict()), cast(Caster, other.server).average)
 
 
 def test_fedbn_averages_everything_but_normalisation() -> None:
-    experiment = federation(tiny("fedbn"), models="small-cnn")
+    experiment = small_federation(tiny("fedbn"), models="small-cnn")
     sent: dict[int, dict[str, Tensor]] = {}
 
     def listen(tree: Any, method: str, client: int, direction: str) -> None:
@@ -115,7 +115,7 @@ def test_fedbn_averages_everything_but_normalisation() -> None:
 
 
 def test_fedbn_judges_the_average_with_the_clients_own_normalisation() -> None:
-    experiment = federation(tiny("fedbn"), models="small-cnn")
+    experiment = small_federation(tiny("fedbn"), models="small-cnn")
     (record,) = experiment.rounds(1)
     assert "global" not in record.server, "there is no model for all"
     for k, client in experiment.engine.clients.items():
@@ -127,7 +127,7 @@ def test_fedbn_judges_the_average_with_the_clients_own_normalisation() -> None:
 
 
 def test_who_missed_an_average_gets_it_before_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = federation(tiny("fedbn"), min_clients=2)
+    experiment = small_federation(tiny("fedbn"), min_clients=2)
     server, starts = cast(Caster, experiment.server), dict[int, dict[str, Tensor]]()
 
     def interrupt(tree: Any, method: str, client: int, direction: str) -> None:
@@ -228,7 +228,7 @@ def test_moons_loss_by_hand() -> None:
 def test_moon_without_its_term_is_fedavg_with_a_projection_head() -> None:
     settings: dict[str, Any] = {"epochs": 1, "batch_size": 50, "lr": 0.05, "fraction": 0.7}
     without = tiny("moon", mu=0.0, momentum=0.0, weight_decay=0.0, **settings)
-    one, other = (federation(algorithm) for algorithm in (Projected(**settings), without))
+    one, other = (small_federation(algorithm) for algorithm in (Projected(**settings), without))
     list(one.rounds(2))
     list(other.rounds(2))
     assert same(state(one), state(other))
@@ -237,7 +237,7 @@ def test_moon_without_its_term_is_fedavg_with_a_projection_head() -> None:
 def test_moon_compares_with_the_servers_model_and_the_clients_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    experiment = federation(tiny("moon", fraction=0.4), clients=3)
+    experiment = small_federation(tiny("moon", fraction=0.4), clients=3)
     seen: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     def spy(name: str, client: Any) -> Classifier:
@@ -265,7 +265,7 @@ def test_moon_compares_with_the_servers_model_and_the_clients_last(
 
 def test_moon_brings_features_nearer_to_the_servers() -> None:
     def nearer(mu: float) -> float:
-        experiment = federation(tiny("moon", mu=mu, epochs=3, fraction=1.0), clients=2)
+        experiment = small_federation(tiny("moon", mu=mu, epochs=3, fraction=1.0), clients=2)
         experiment.step()
         client = experiment.engine.clients[0]
         x = client.data.batch(torch.arange(len(client.data)))
@@ -298,7 +298,7 @@ def clouds(experiment: Experiment) -> tuple[Cloud, list[Drifter]]:
 
 
 def test_feddyns_state_is_the_sum_of_ways() -> None:
-    experiment = federation(tiny("feddyn", fraction=0.6, epochs=1), clients=4)
+    experiment = small_federation(tiny("feddyn", fraction=0.6, epochs=1), clients=4)
     server, clients = clouds(experiment)
     total: dict[int, dict[str, Tensor]] = {k: {} for k in range(4)}
     for _ in range(4):
@@ -335,7 +335,7 @@ def test_feddyns_first_steps_by_hand() -> None:
         "weight_decay": 0.1,
         "alpha": 0.4,
     }
-    experiment = federation(FedDyn(**settings, clip=1e6), clients=1, models=[plain])
+    experiment = small_federation(FedDyn(**settings, clip=1e6), clients=1, models=[plain])
     _, (client,) = clouds(experiment)
     client.data.augment = Augment()
     x, y = client.data.batch(torch.arange(len(client.data))), client.data.labels
@@ -366,7 +366,7 @@ def test_feddyns_first_steps_by_hand() -> None:
 
 
 def test_feddyn_holds_clients_with_few_images_firmly(monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment, told = federation(tiny("feddyn", alpha=0.3)), dict[int, float]()
+    experiment, told = small_federation(tiny("feddyn", alpha=0.3)), dict[int, float]()
 
     def listen(tree: Any, method: str, client: int, direction: str) -> None:
         if (method, direction) == ("client_update", "down"):
@@ -395,7 +395,7 @@ class Bowls(FedDyn):
 
 def test_feddyn_ends_where_the_sum_of_losses_is_least() -> None:
     def end(held: bool) -> float:
-        experiment = federation(
+        experiment = small_federation(
             Bowls(alpha=2.0, held=held), clients=2, models=[plain], partition="iid"
         )
         list(experiment.rounds(60))
@@ -412,7 +412,7 @@ def test_feddyn_ends_where_the_sum_of_losses_is_least() -> None:
 
 
 def test_feddyn_says_what_both_of_its_models_are_worth() -> None:
-    experiment = federation(tiny("feddyn"))
+    experiment = small_federation(tiny("feddyn"))
     (record,) = experiment.rounds(1)
     server, _ = clouds(experiment)
     test = experiment.engine.clients[0].tests["global"]

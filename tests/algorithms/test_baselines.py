@@ -9,18 +9,18 @@ from barter import DFFKE, FedAvg, Local
 from barter.algorithms import ALGORITHMS, Central
 from barter.core.errors import ConfigError
 from barter.core.payload import nbytes
-from tests.conftest import federation, perceptrons, same, state, tiny
+from tests.conftest import perceptrons, same, small_federation, state, tiny
 
 
 def test_fedavg_needs_one_architecture_and_says_so() -> None:
     with pytest.raises(
         ConfigError, match="needs one architecture, these clients have small-cnn, small-resnet"
     ):
-        federation(FedAvg(), models="small-5")
+        small_federation(FedAvg(), models="small-5")
 
 
 def test_fedavg_of_one_client_is_that_clients_training() -> None:
-    experiment = federation(tiny("fedavg"), clients=1)
+    experiment = small_federation(tiny("fedavg"), clients=1)
     list(experiment.rounds(2))
     server, client = (
         experiment.server.model.state_dict(),
@@ -30,7 +30,7 @@ def test_fedavg_of_one_client_is_that_clients_training() -> None:
 
 
 def test_fedavg_bytes() -> None:
-    experiment = federation(tiny("fedavg", fraction=0.5), clients=4)
+    experiment = small_federation(tiny("fedavg", fraction=0.5), clients=4)
     (record,) = experiment.rounds(1)
     weights = nbytes(experiment.server.model.state_dict())
     assert record.bytes == {"client_update": {"up": 2 * weights, "down": 2 * weights}}
@@ -39,20 +39,20 @@ def test_fedavg_bytes() -> None:
 
 
 def test_clients_of_one_architecture_start_alike() -> None:
-    experiment = federation(tiny("local"), models="small-mlp")
+    experiment = small_federation(tiny("local"), models="small-mlp")
     first, second = (experiment.engine.clients[k].model.state_dict() for k in (0, 1))
     assert same(dict(first), dict(second))
 
 
 def test_local_sends_nothing() -> None:
-    (record,) = federation(tiny("local")).rounds(1)
+    (record,) = small_federation(tiny("local")).rounds(1)
     assert record.bytes == {"learn": {"up": 0, "down": 0}}
 
 
 def test_the_local_training_of_dffke_is_that_of_local() -> None:
     local, dffke = (
-        federation(tiny("local")),
-        federation(tiny("dffke", collaboration=0.01, cosine=False, balanced=False)),
+        small_federation(tiny("local")),
+        small_federation(tiny("dffke", collaboration=0.01, cosine=False, balanced=False)),
     )
     local_records, dffke_records = list(local.rounds(1)), list(dffke.rounds(1))
     # With one collaborator nobody exchanges; its own training runs as `learn`, as in `local`.
@@ -79,7 +79,7 @@ def test_clients_train_with_the_optimizer_that_is_asked_for(name: str, optimizer
 
 
 def test_central_gives_everything_to_everybody() -> None:
-    experiment = federation(tiny("central"))
+    experiment = small_federation(tiny("central"))
     (record,) = experiment.rounds(1)
     pixels = sum(len(images) * (64 + 8) for images in experiment.task.train)
     assert record.bytes["give"]["up"] == pixels
@@ -89,13 +89,13 @@ def test_central_gives_everything_to_everybody() -> None:
 @pytest.mark.slow
 def test_central_is_an_upper_bound() -> None:
     settings = {"max_epochs": 8, "batch_size": 32}
-    (central,) = federation(Central(**settings)).rounds(1)
-    (local,) = federation(Local(**settings)).rounds(1)
+    (central,) = small_federation(Central(**settings)).rounds(1)
+    (local,) = small_federation(Local(**settings)).rounds(1)
     assert central.mean("global") > local.mean("global") + 0.2
 
 
 def test_fraction_changes_who_takes_part() -> None:
-    experiment = federation(tiny("fedavg", fraction=0.25), clients=4)
+    experiment = small_federation(tiny("fedavg", fraction=0.25), clients=4)
     active = [{k for k, m in r.clients.items() if m["bytes_up"]} for r in experiment.rounds(6)]
     assert all(len(ids) == 1 for ids in active)
     assert len(set.union(*active)) > 1
@@ -106,12 +106,12 @@ def test_algorithms_are_frozen_and_checked() -> None:
         DFFKE(share=1.5)
     with pytest.raises(AttributeError):
         FedAvg().epochs = 3  # type: ignore[misc]
-    assert torch.is_tensor(next(iter(state(federation(tiny("local"))).values())))
+    assert torch.is_tensor(next(iter(state(small_federation(tiny("local"))).values())))
 
 
 def test_fedprox_without_its_term_is_fedavg_and_with_it_stays_nearer() -> None:
     def way(name: str, **changes: float) -> tuple[dict[str, Any], float]:
-        experiment = federation(tiny(name, **changes), models="small-cnn")
+        experiment = small_federation(tiny(name, **changes), models="small-cnn")
         before = {at: w.clone() for at, w in experiment.server.model.named_parameters()}
         list(experiment.rounds(1))
         gone = sum(

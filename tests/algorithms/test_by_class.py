@@ -65,7 +65,7 @@ def test_fds_loss_by_hand() -> None:
 
 
 def test_fds_targets_are_probabilities() -> None:
-    experiment = federation(tiny("feddistill"))
+    experiment = small_federation(tiny("feddistill"))
     list(experiment.rounds(1))
     for table in cast(Register, experiment.server).answers.values():
         assert torch.allclose(table["vectors"].sum(1), torch.ones(len(table["classes"])), atol=1e-5)
@@ -91,16 +91,16 @@ def test_fds_loss_is_least_where_the_prediction_is_the_target() -> None:
 
 
 def test_fd_learns_from_the_others_and_not_from_itself() -> None:
-    experiment = federation(tiny("feddistill"), clients=1)
+    experiment = small_federation(tiny("feddistill"), clients=1)
     list(experiment.rounds(2))
-    alone = federation(tiny("feddistill", gamma=0.0), clients=1)
+    alone = small_federation(tiny("feddistill", gamma=0.0), clients=1)
     list(alone.rounds(2))
     models = (dict(e.engine.clients[0].model.state_dict()) for e in (experiment, alone))
     assert same(*models)
 
 
 def test_fedproto_names_the_class_of_the_nearest_prototype() -> None:
-    experiment = federation(tiny("fedproto"))
+    experiment = small_federation(tiny("fedproto"))
     (record,) = experiment.rounds(1)
     client = cast(Follower, experiment.engine.clients[1])
     assert client.model.feature_dim == 48
@@ -125,7 +125,7 @@ def mean_features(client: Client) -> ByClass:
 @pytest.mark.parametrize(("name", "args"), [("fedproto", ()), ("fedtgp", ()), ("fedgh", ({},))])
 def test_prototypes_are_sent_of_after_training(name: str, args: tuple[Any, ...]) -> None:
     algorithm = tiny(name)
-    client = federation(algorithm).engine.clients[0]
+    client = small_federation(algorithm).engine.clients[0]
     before = mean_features(client)
     sent, after = algorithm.learn(client, *args), mean_features(client)  # type: ignore[attr-defined]
     assert torch.equal(sent["classes"], client.data.labels.unique())
@@ -134,7 +134,7 @@ def test_prototypes_are_sent_of_after_training(name: str, args: tuple[Any, ...])
 
 
 def test_fedprotos_clients_get_the_mean_of_all() -> None:
-    experiment = federation(tiny("fedproto"))
+    experiment = small_federation(tiny("fedproto"))
     (_,) = experiment.rounds(1)
     clients = [cast(Follower, c) for c in experiment.engine.clients.values()]
     whole = mean_table([mean_features(client) for client in clients])
@@ -144,7 +144,7 @@ def test_fedprotos_clients_get_the_mean_of_all() -> None:
 
 
 def test_where_few_take_part_classes_keep_their_prototypes() -> None:
-    experiment = federation(tiny("fedproto", fraction=0.34), partition=Classes(per_client=3))
+    experiment = small_federation(tiny("fedproto", fraction=0.34), partition=Classes(per_client=3))
     held = [set[int]()]
     for record in experiment.rounds(4):
         assert sum(metrics["bytes_up"] > 0 for metrics in record.clients.values()) == 1
@@ -160,7 +160,7 @@ def test_where_few_take_part_classes_keep_their_prototypes() -> None:
 
 
 def test_lgfedavg_averages_heads_and_nothing_else() -> None:
-    experiment = federation(tiny("lgfedavg"))
+    experiment = small_federation(tiny("lgfedavg"))
     records = list(experiment.rounds(2))
     head = 4 * (48 * 10 + 10)
     assert [r.bytes["learn"] for r in records] == [
@@ -350,7 +350,7 @@ def test_fedghs_head_by_hand() -> None:
 
 def test_fedghs_clients_train_on_with_the_servers_head() -> None:
     algorithm = tiny("fedgh", lr=1e-12)
-    experiment = federation(algorithm)
+    experiment = small_federation(algorithm)
     first, second = experiment.rounds(1), experiment.rounds(2)
     (told,) = first
     head = cast(HeadServer, experiment.server).head
@@ -439,7 +439,7 @@ def test_fedtgps_prototypes_are_further_apart_than_means_and_with_a_margin_more_
 def test_without_lambda_fedtgps_clients_are_fedprotos() -> None:
     networks = []
     for name in ("fedproto", "fedtgp"):
-        experiment = federation(tiny(name, lam=0.0))
+        experiment = small_federation(tiny(name, lam=0.0))
         records = list(experiment.rounds(2))
         networks.append(
             {

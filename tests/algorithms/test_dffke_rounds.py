@@ -19,7 +19,7 @@ from barter.ops.fit import adam
 from barter.ops.transfer import sample_review, to_half, transfer_images
 from barter.setup.config import resolve
 from barter.testing.conformance import few_digits
-from tests.conftest import TINY, federation, perceptrons, tiny
+from tests.conftest import TINY, perceptrons, small_federation, tiny
 
 
 def exchanged(rounds: int = 3, **changes: Any) -> tuple[Experiment, list[Any]]:
@@ -50,7 +50,9 @@ def test_embeddings_of_parts_cross_too_and_clients_may_draw_for_themselves() -> 
         (2, "decoder"),
         (4, "images"),
     ):  # 16 pixels have no more than two by two parts of 8
-        experiment = federation(tiny("dffke", parts=parts, transfer=transfer), data=data, clients=2)
+        experiment = small_federation(
+            tiny("dffke", parts=parts, transfer=transfer), data=data, clients=2
+        )
         (record,) = experiment.rounds(1)
         clients, spec = experiment.engine.clients, experiment.task.spec
         shared = {k: -(-len(c.data) // 10) for k, c in clients.items()}

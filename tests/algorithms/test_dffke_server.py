@@ -16,7 +16,7 @@ from barter.ops.fit import Trainer, adam
 from barter.ops.inversion import Schedule, Terms, Viewer, fit_decoder
 from barter.ops.statistics import whitening_transform
 from barter.ops.views import count_views
-from tests.conftest import federation, same, tiny
+from tests.conftest import same, small_federation, tiny
 
 
 def test_the_decoder_draws_32_pixels_and_is_resized_from_there() -> None:
@@ -71,7 +71,7 @@ def test_the_code_of_a_part_tells_the_decoder_of_its_own_place(side: int, parts:
 
 
 def hub() -> DFFKEServer:
-    server = federation(tiny("dffke")).server
+    server = small_federation(tiny("dffke")).server
     assert isinstance(server, DFFKEServer)
     return server
 
@@ -144,7 +144,7 @@ def decoder_steps(
             steps.append([(k, part.codes) for k, part in zip(owners, parts, strict=True)])
             return super().step(loss, *batch)
 
-    experiment = federation(tiny("dffke"))
+    experiment = small_federation(tiny("dffke"))
     models = {
         k: client.model.eval().requires_grad_(False)
         for k, client in experiment.engine.clients.items()

@@ -28,7 +28,7 @@ from barter.engines.local import LocalEngine
 from barter.models.generators import Merge, MergeGenerator
 from barter.ops.fit import Trainer, adam, fit, sgd
 from barter.ops.synthesis import build_ensemble, diversity, fidelity, to_network_input
-from tests.conftest import federation, same, tiny
+from tests.conftest import federation, same, small_federation, tiny
 
 
 def softmax(x: Any) -> Any:
@@ -122,7 +122,7 @@ def test_the_slow_generator_by_hand() -> None:
 
 @pytest.mark.parametrize(("start", "factor"), [("copy", 1.0), ("scaled", 0.5)])
 def test_how_the_slow_generator_starts(start: Any, factor: float) -> None:
-    experiment = federation(tiny("dfrd", slow_start=start))
+    experiment = small_federation(tiny("dfrd", slow_start=start))
     list(experiment.rounds(1))
     server: Any = experiment.server
     now, slow = server.generator["body.0.weight"], server.slow["body.0.weight"]
@@ -268,7 +268,7 @@ def test_the_global_loss_by_hand(squared: bool, factor: float) -> None:
 
 
 def test_a_class_nobody_holds_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = federation(tiny("dfrd"), partition="classes")
+    experiment = small_federation(tiny("dfrd"), partition="classes")
     held = sum((c.data.class_counts() for c in experiment.engine.clients.values()), torch.zeros(10))
     assert (held == 0).any()
     drawn: list[Tensor] = []
@@ -289,8 +289,10 @@ def test_a_class_nobody_holds_is_never_drawn(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_steps_that_move_it_it_is_its_base() -> None:
     """With a learning rate near zero the global model is what the base method averaged."""
     settings = {"epochs": 1, "batch_size": 50, "masked_loss": False}
-    quiet = federation(tiny("dfrd", global_lr=1e-30, global_weight_decay=0.0), models="small-cnn")
-    base = federation(tiny("fedrolex", **settings), models="small-cnn")
+    quiet = small_federation(
+        tiny("dfrd", global_lr=1e-30, global_weight_decay=0.0), models="small-cnn"
+    )
+    base = small_federation(tiny("fedrolex", **settings), models="small-cnn")
     list(quiet.rounds(2))
     list(base.rounds(2))
     assert same(*(dict(e.server.model.state_dict()) for e in (quiet, base)))
@@ -300,17 +302,17 @@ def test_after_fedavg_it_starts_from_fedavgs_mean(monkeypatch: pytest.MonkeyPatc
     path = LocalEngine._path
     monkeypatch.setattr(LocalEngine, "_path", lambda self, method, k: path(self, "update", k))
     plain = {"momentum": 0.0, "weight_decay": 0.0, "lr": 0.05, "norm": "running"}
-    quiet = federation(
+    quiet = small_federation(
         tiny("dfrd", base="fedavg", global_lr=1e-30, global_weight_decay=0.0, **plain)
     )
-    fedavg = federation(tiny("fedavg"))
+    fedavg = small_federation(tiny("fedavg"))
     list(quiet.rounds(2))
     list(fedavg.rounds(2))
     assert same(*(dict(e.server.model.state_dict()) for e in (quiet, fedavg)))
 
 
 def test_alone_it_needs_no_common_architecture_and_sends_nothing_down() -> None:
-    experiment = federation(tiny("dfrd", base="none"), models="small-cnn,small-mlp")
+    experiment = small_federation(tiny("dfrd", base="none"), models="small-cnn,small-mlp")
     assert experiment.architectures == ["small-cnn", "small-mlp", "small-cnn"]
     before = experiment.server.model.state_dict()["head.weight"].clone()
     *_, record = experiment.rounds(2)
@@ -340,14 +342,14 @@ def test_a_client_that_fails_is_no_teacher(monkeypatch: pytest.MonkeyPatch) -> N
         return forward(self, x, weights)
 
     monkeypatch.setattr(Ensemble, "forward", watched)
-    (record,) = federation(tiny("dfrd"), min_clients=1).rounds(1)
+    (record,) = small_federation(tiny("dfrd"), min_clients=1).rounds(1)
     assert [f for f in record.failures if "client 1" in f and "no mood" in f]
     assert set(seen) == {2}
 
 
 def test_the_published_settings_run_and_keep_no_statistics() -> None:
     changes = {"iterations": 2, "samples": 4, "noise": 8}
-    experiment = federation(DFRD.preset("paper", changes))
+    experiment = small_federation(DFRD.preset("paper", changes))
     (record,) = experiment.rounds(1)
     assert record.server["global_loss"] >= 0
     assert not [at for at in experiment.server.model.state_dict() if "running" in at]
@@ -356,7 +358,9 @@ def test_the_published_settings_run_and_keep_no_statistics() -> None:
 @pytest.mark.slow
 def test_the_server_learns_from_the_clients_on_generated_images_alone() -> None:
     settings = {"epochs": 5, "iterations": 15, "global_steps": 5, "samples": 32, "noise": 16}
-    experiment = federation(DFRD(base="none", **settings), models="small-mlp", partition="iid")
+    experiment = small_federation(
+        DFRD(base="none", **settings), models="small-mlp", partition="iid"
+    )
     first, *_, last = [r.server["global"] for r in experiment.rounds(3)]
     assert last > max(0.3, first)
 
@@ -375,7 +379,7 @@ def test_the_rate_of_the_global_model(
 ) -> None:
     used: list[float] = []
     monkeypatch.setattr(dfrd, "sgd", lambda lr, **settings: used.append(lr) or sgd(lr, **settings))
-    list(federation(tiny("dfrd", **{**changes, "iterations": 2})).rounds(1))
+    list(small_federation(tiny("dfrd", **{**changes, "iterations": 2})).rounds(1))
     assert used == [rate]
 
 
@@ -383,7 +387,7 @@ def test_the_rate_of_the_global_model(
 def test_fine_tuning_mends_what_averaging_broke() -> None:
     """Two networks that started from different weights know the digits; their mean does not."""
     algorithm = DFRD(base="fedavg", iterations=10, samples=32, noise=16)
-    experiment = federation(algorithm, models="small-cnn", partition="iid", clients=2)
+    experiment = small_federation(algorithm, models="small-cnn", partition="iid", clients=2)
     server: Any = experiment.server
     torch.manual_seed(0)
     weights = {}

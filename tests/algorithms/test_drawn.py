@@ -25,7 +25,7 @@ from barter.models.generators import Decoder
 from barter.ops.ensemble import class_shares
 from barter.ops.statistics import compare_statistics
 from barter.ops.synthesis import Artist, Ensemble, diversity, generate_from_codes, label_codes
-from tests.conftest import federation, same, tiny
+from tests.conftest import same, small_federation, tiny
 
 SPEC = Spec(1, 8, 8, 2, (0.0,), (1.0,))
 TWO: dict[str, Any] = {
@@ -55,7 +55,7 @@ def decoder(width: int) -> Decoder:
 
 
 def in_process(algorithm: Any, **options: Any) -> Experiment:
-    experiment = federation(algorithm, **options)
+    experiment = small_federation(algorithm, **options)
     experiment.engine.cores = 1
     return experiment
 
@@ -128,8 +128,10 @@ def test_fedftgs_model_learns_the_weighted_predictions() -> None:
 def test_fedftg_that_does_not_tune_is_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
     path = LocalEngine._path
     monkeypatch.setattr(LocalEngine, "_path", lambda self, method, k: path(self, "update", k))
-    quiet = federation(tiny("fedftg", global_lr=1e-30, global_weight_decay=0.0), models="small-cnn")
-    fedavg = federation(tiny("fedavg"), models="small-cnn")
+    quiet = small_federation(
+        tiny("fedftg", global_lr=1e-30, global_weight_decay=0.0), models="small-cnn"
+    )
+    fedavg = small_federation(tiny("fedavg"), models="small-cnn")
     for experiment in (quiet, fedavg):
         list(experiment.rounds(2))
     assert same(weights_of(quiet), weights_of(fedavg)), "statistics of normalisation too"
@@ -189,7 +191,7 @@ def test_fedftgs_fine_tuning_mends_an_average_of_few_large_clients() -> None:
             "generator_steps": 2,
             "global_lr": rate,
         }
-        (record,) = federation(tiny("fedftg", **settings), models="small-cnn").rounds(1)
+        (record,) = small_federation(tiny("fedftg", **settings), models="small-cnn").rounds(1)
         return record.server["global"]
 
     assert reached(0.01) > reached(1e-30) + 0.05

@@ -24,7 +24,7 @@ from barter.core.images import Augment, Spec, prepare_batch
 from barter.core.record import Round
 from barter.data.task import Data
 from barter.ops.condense import averaging_matrix
-from tests.conftest import federation, tiny
+from tests.conftest import small_federation, tiny
 from tests.ops.test_condense import Linear
 
 SPEC = Spec(1, 1, 2, 3, (0.5,), (0.25,))
@@ -100,7 +100,7 @@ def test_feddm_draws_networks_at_a_distance() -> None:
 
 
 def test_the_mean_logits_of_a_class_and_its_soft_label() -> None:
-    experiment = federation(tiny("fedaf"))
+    experiment = small_federation(tiny("fedaf"))
     client: Any = experiment.engine.clients[0]
     algorithm = FedAF(ipc=1, steps=1, min_samples=20, tau=3.0)
     means = algorithm.summarise(client)
@@ -116,7 +116,7 @@ def test_the_mean_logits_of_a_class_and_its_soft_label() -> None:
 
 
 def test_without_collaboration_the_others_do_not_matter() -> None:
-    experiment = federation(tiny("fedaf"))
+    experiment = small_federation(tiny("fedaf"))
     client: Any = experiment.engine.clients[0]
     images = {}
     for weight in (0.0, 50.0):
@@ -132,7 +132,7 @@ def test_without_collaboration_the_others_do_not_matter() -> None:
 
 @pytest.mark.parametrize("name", ["fedaf", "feddm"])
 def test_when_no_class_is_large_enough_the_model_stays(name: str) -> None:
-    experiment = federation(tiny(name, min_samples=10**6))
+    experiment = small_federation(tiny(name, min_samples=10**6))
     before = {at: v.clone() for at, v in experiment.server.model.state_dict().items()}
     (record,) = experiment.rounds(1)
     assert all(torch.equal(v, before[at]) for at, v in experiment.server.model.state_dict().items())
@@ -143,7 +143,7 @@ def test_when_no_class_is_large_enough_the_model_stays(name: str) -> None:
 
 def test_clients_end_a_round_with_the_servers_model_and_send_no_weights() -> None:
     for algorithm in (tiny("fedaf"), tiny("feddm")):
-        experiment = federation(algorithm)
+        experiment = small_federation(algorithm)
         (record,) = experiment.rounds(1)
         w = experiment.server.model.state_dict()
         for client in experiment.engine.clients.values():
@@ -163,7 +163,7 @@ def given_away(client: Any, shared: Any, **changes: Any) -> tuple[Any, Any]:
 
 def test_collaboration_draws_what_is_sent_to_what_everybody_has() -> None:
     """The claim of CDC: condensed images stand for a class as all clients have it, not as their own client does."""
-    experiment = federation(tiny("fedaf"), seed=2)
+    experiment = small_federation(tiny("fedaf"), seed=2)
     list(experiment.rounds(1))
     clients: Any = experiment.engine.clients
     local = {k: FedAF().summarise(client) for k, client in clients.items()}
@@ -188,7 +188,7 @@ def test_collaboration_draws_what_is_sent_to_what_everybody_has() -> None:
 
 def test_knowledge_matching_holds_the_model_to_what_it_knew_of_the_originals() -> None:
     """The claim of LGKM: soft labels of the originals keep what few condensed images would make the model forget."""
-    experiment = federation(tiny("fedaf"))
+    experiment = small_federation(tiny("fedaf"))
     server, client = experiment.server, experiment.engine.clients[0]
     before = {at: value.clone() for at, value in server.model.state_dict().items()}
     held = torch.unique(client.data.labels)[:2]
@@ -220,7 +220,7 @@ def test_knowledge_matching_holds_the_model_to_what_it_knew_of_the_originals() -
 
 @pytest.mark.parametrize("name", ["fedaf", "feddm"])
 def test_the_record_says_what_the_terms_did_and_how_varied_images_are(name: str) -> None:
-    (record,) = federation(tiny(name)).rounds(1)
+    (record,) = small_federation(tiny(name)).rounds(1)
     terms = {"matching"} | ({"collaboration"} if name == "fedaf" else set())
     ends = {f"{term}_{when}" for term in terms for when in ("start", "end")}
     for told in record.clients.values():
@@ -238,7 +238,7 @@ def test_the_record_says_what_the_terms_did_and_how_varied_images_are(name: str)
 
 
 def test_images_that_are_all_alike_are_spoken_of() -> None:
-    algorithm, experiment = FedDM(), federation(tiny("feddm"))
+    algorithm, experiment = FedDM(), small_federation(tiny("feddm"))
     client: Any = experiment.engine.clients[0]
     label = client.data.labels[0].item()
     own = client.data.batch((client.data.labels == label).nonzero()[:, 0])
@@ -329,7 +329,7 @@ def test_feature_skew(name: str, tmp_path: Path) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.new("L", (8, 8), 120 * d + 60 * c + i).save(path)
     source = Data(source=f"domains:{tmp_path}", size=8)
-    experiment = federation(tiny(name), data=source, partition="domains", clients=2)
+    experiment = small_federation(tiny(name), data=source, partition="domains", clients=2)
     *_, record = experiment.rounds(2)
     assert record.failures == []
     assert experiment.task.class_table().tolist() == [[8, 8], [8, 8]]

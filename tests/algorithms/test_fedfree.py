@@ -27,7 +27,7 @@ from barter.core.errors import ConfigError, PayloadError
 from barter.core.payload import nbytes
 from barter.core.record import Round
 from barter.models.small import fedfree_cnn
-from tests.conftest import federation, small_federation, tiny
+from tests.conftest import small_federation, tiny
 
 
 def layer(weight: Any, bias: Any = None, depth: float = 0.0) -> Layer:
@@ -86,7 +86,7 @@ def test_kernels_larger_than_the_noise_and_tsallis_of_order_one() -> None:
 
 
 def test_the_counterpart_is_of_the_same_kind_at_the_nearest_depth() -> None:
-    spec = federation(FedFree()).task.spec
+    spec = small_federation(FedFree()).task.spec
     network = fedfree_cnn(spec.__class__(3, 32, 32, 10, (0.5,) * 3, (0.5,) * 3))
     server = {str(i): one for i, one in enumerate(layers_of(network))}
     assert [(one["kind"], tuple(one["weight"].shape)) for one in server.values()] == [
@@ -197,7 +197,7 @@ def test_noise_without_borders() -> None:
 
 
 def test_a_client_is_given_the_layer_with_the_largest_gain_or_none() -> None:
-    experiment = federation(FedFree())
+    experiment = small_federation(FedFree())
     server: Any = experiment.server
     assert isinstance(server, Bridge)
     flat, uneven, even = (
@@ -219,7 +219,7 @@ def test_a_client_is_given_the_layer_with_the_largest_gain_or_none() -> None:
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_only_k_layers_go_up_and_one_comes_down(k: int) -> None:
-    experiment = federation(tiny("fedfree", layers=k))
+    experiment = small_federation(tiny("fedfree", layers=k))
     (record,) = experiment.rounds(1)
     server: Any = experiment.server
     words = 60  # bytes of a layer's name, kind and depth; beside them, 4 for each output
@@ -235,7 +235,7 @@ def test_only_k_layers_go_up_and_one_comes_down(k: int) -> None:
 
 
 def test_a_received_layer_arrives_where_it_was_taken_from() -> None:
-    experiment = federation(tiny("fedfree"))
+    experiment = small_federation(tiny("fedfree"))
     client: Any = experiment.engine.clients[0]
     name = layers_of(client.model)[0]["name"]
     place = client.model.get_submodule(name)
@@ -277,7 +277,7 @@ def test_an_output_counts_as_much_as_training_changed_it() -> None:
 
 def test_layers_only_go_to_the_same_place_of_the_same_network() -> None:
     """Of three clients two have one network: they exchange, and the third learns alone."""
-    experiment = federation(tiny("fedfree", layers=9), models="small-cnn,small-mlp,small-cnn")
+    experiment = small_federation(tiny("fedfree", layers=9), models="small-cnn,small-mlp,small-cnn")
     (record,) = experiment.rounds(1)
     server: Any = experiment.server
     shapes = {at: tuple(one["weight"].shape) for at, one in server.layers.items()}
@@ -290,7 +290,7 @@ def test_layers_only_go_to_the_same_place_of_the_same_network() -> None:
 
 def test_the_servers_layer_is_the_mean_and_a_client_gets_it() -> None:
     algorithm: Any = FedFree(outputs="all", bins=4)
-    experiment = federation(algorithm, models="small-mlp", clients=2)
+    experiment = small_federation(algorithm, models="small-mlp", clients=2)
     server: Any = experiment.server
     one, two = torch.zeros(10, 256), torch.linspace(0, 2, 2560).view(10, 256)
     one[0, 0] = 3.0
@@ -308,7 +308,7 @@ def test_the_servers_layer_is_the_mean_and_a_client_gets_it() -> None:
 
 
 def test_of_a_head_a_client_takes_the_outputs_of_its_classes() -> None:
-    experiment = federation(tiny("fedfree"), partition="classes", models="small-mlp")
+    experiment = small_federation(tiny("fedfree"), partition="classes", models="small-mlp")
     client: Any = experiment.engine.clients[0]
     held = client.data.class_counts() > 0
     assert 0 < held.sum() < 10
@@ -343,7 +343,7 @@ def test_clients_with_few_images_gain_from_each_others_layers(
 
 
 def test_a_run_without_exchange_says_so() -> None:
-    alone = federation(tiny("fedfree"), models="small-cnn,small-mlp,small-vgg")
+    alone = small_federation(tiny("fedfree"), models="small-cnn,small-mlp,small-vgg")
     rounds = list(alone.rounds(2))
     (said,) = alone.algorithm.remarks(rounds)
     assert "no layer was exchanged in 2 rounds" in said
@@ -351,12 +351,12 @@ def test_a_run_without_exchange_says_so() -> None:
     (published,) = FedFree(match="depth").remarks(rounds)
     assert "server_lr" in published
     assert FedFree().remarks([]) == []
-    together = federation(tiny("fedfree"), models="small-cnn")
+    together = small_federation(tiny("fedfree"), models="small-cnn")
     assert together.algorithm.remarks(list(together.rounds(1))) == []
 
 
 def test_layers_are_those_of_the_clients_network() -> None:
-    experiment = federation(tiny("fedfree"), clients=2, models="small-cnn")
+    experiment = small_federation(tiny("fedfree"), clients=2, models="small-cnn")
     algorithm, server = experiment.algorithm, experiment.server
     assert isinstance(algorithm, FedFree)
     assert isinstance(server, Bridge)

@@ -32,7 +32,7 @@ from barter.data.sources import load_dataset
 from barter.models.framed import FrameHead, add_frame_head
 from barter.models.pretrained import generate_pixels, pretrained_generator, sample_latents
 from barter.ops.prototypes import ByClass
-from tests.conftest import Blots, federation, same, state, tiny
+from tests.conftest import Blots, federation, same, small_federation, state, tiny
 
 CPU = torch.device("cpu")
 
@@ -139,7 +139,7 @@ def test_without_a_generator_it_is_said_what_one_is(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"trained already: a TorchScript file, or .*latent_dim.*between -1 and 1"
     ):
-        list(federation(FedKTL()).rounds(1))
+        list(small_federation(FedKTL()).rounds(1))
     with pytest.raises(ConfigError, match="generator='nowhere.pt': there is no such file"):
         pretrained_generator("nowhere.pt", "", CPU)
     with pytest.raises(ConfigError, match="is a Linear without latent_dim"):
@@ -203,7 +203,7 @@ def test_weights_of_a_generator_that_was_trained_come_from_a_safetensors_file(
 def test_a_file_is_as_good_as_a_function(tmp_path: Path) -> None:
     torch.jit.script(Blots()).save(str(tmp_path / "blots.pt"))
     one, other = (
-        federation(tiny("fedktl", **changes))
+        small_federation(tiny("fedktl", **changes))
         for changes in ({}, {"generator": str(tmp_path / "blots.pt")})
     )
     assert [list(e.rounds(1)) for e in (one, other)]
@@ -211,7 +211,7 @@ def test_a_file_is_as_good_as_a_function(tmp_path: Path) -> None:
 
 
 def finished(rounds: int = 2, clients: int = 2, **changes: Any) -> tuple[Any, list[Any]]:
-    experiment = federation(
+    experiment = small_federation(
         tiny("fedktl", **changes), clients=clients, partition=Classes(per_client=3)
     )
     return experiment, list(experiment.rounds(rounds))
@@ -238,7 +238,7 @@ def test_a_round() -> None:
 
 def test_what_is_sent_is_of_after_training() -> None:
     algorithm = cast(FedKTL, tiny("fedktl", lr=0.1))
-    client = federation(algorithm).engine.clients[0]
+    client = small_federation(algorithm).engine.clients[0]
     sent = algorithm.learn(client, [])
     model = client.model.eval()
     features = model.features(client.data.batch(torch.arange(len(client.data))))

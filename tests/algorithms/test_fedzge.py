@@ -24,7 +24,7 @@ from barter.core.payload import leaves
 from barter.core.wire import Wire
 from barter.models.generators import LabelGenerator
 from barter.ops.zeroth import sample_directions
-from tests.conftest import TINY, federation, perceptrons, same, small_federation, tiny
+from tests.conftest import TINY, perceptrons, same, small_federation, tiny
 
 
 def softmax(x: Any) -> Any:
@@ -84,7 +84,7 @@ def test_bytes_are_those_of_table_8(preset: str) -> None:
     chosen = FedZGE.preset(
         preset, {**TINY["fedzge"], "generator_steps": 1 if preset == "paper" else 2}
     )
-    experiment = federation(chosen, clients=3)
+    experiment = small_federation(chosen, clients=3)
     (record,) = experiment.rounds(1)
     algorithm: Any = experiment.algorithm
     spec, k, b, q = experiment.task.spec, 3, algorithm.samples, algorithm.queries
@@ -109,7 +109,7 @@ def test_the_server_never_sees_a_weight(monkeypatch: pytest.MonkeyPatch) -> None
         return carry(self, tree, method, client, direction, *rest, **more)
 
     monkeypatch.setattr(Wire, "carry", watched)
-    experiment = federation(tiny("fedzge"))
+    experiment = small_federation(tiny("fedzge"))
     list(experiment.rounds(2))
     algorithm: Any = experiment.algorithm
     answer = (1 + algorithm.queries, algorithm.samples // algorithm.generator_steps, 10)
@@ -137,7 +137,7 @@ def test_the_opinion_is_weighted_by_images_or_by_who_knows_a_class() -> None:
 
 
 def test_images_are_in_the_range_of_the_data_or_of_tanh() -> None:
-    experiment = federation(tiny("fedzge"))
+    experiment = small_federation(tiny("fedzge"))
     server: Any = experiment.server
     server.spec = Spec(1, 8, 8, 10, (0.25,), (0.5,))
     server.spectrum = [torch.full((2, 1, 8, 8), 3.0)]
@@ -155,11 +155,11 @@ def test_images_are_in_the_range_of_the_data_or_of_tanh() -> None:
 def test_the_estimate_points_down_the_true_gradient(estimator: str) -> None:
     """White-box: with the clients' networks at hand the gradient is autograd's, and the estimate comes near."""
     torch.manual_seed(0)
-    experiment = federation(tiny("fedzge"), models="small-mlp")
+    experiment = small_federation(tiny("fedzge"), models="small-mlp")
     server: Any = experiment.server
     clients = [c.model.eval() for c in experiment.engine.clients.values()]
     algorithm: Any = FedZGE(
-        queries=4000, noise=8, estimator=estimator, frequencies=None, canvas=False
+        queries=1500, noise=8, estimator=estimator, frequencies=None, canvas=False
     )  # type: ignore[arg-type]
     x, z, y = algorithm.generate_images(server, algorithm.load_generator(server), 6)
     x, shares = x.detach(), torch.full((len(clients), 10), 1 / len(clients))
@@ -172,7 +172,8 @@ def test_the_estimate_points_down_the_true_gradient(estimator: str) -> None:
     (exact,) = torch.autograd.grad(loss(said(images), model(images), images), images)
     u = sample_directions(x, algorithm.queries, "sphere")
     with torch.no_grad():
-        answers = torch.stack([said(points) for points in (x, *(x + algorithm.eps * u))])
+        points = torch.cat([x[None], x + algorithm.eps * u])
+        answers = said(points.flatten(0, 1)).unflatten(1, points.shape[:2]).transpose(0, 1)
     estimate = algorithm.by_logits if estimator == "logits" else algorithm.by_loss
     slope = estimate(model, loss, x, u, answers)
     cosine = torch.cosine_similarity(slope.flatten(), exact.flatten(), 0).item()
@@ -183,13 +184,13 @@ def test_the_estimate_points_down_the_true_gradient(estimator: str) -> None:
 @pytest.mark.parametrize("estimator", ["logits", "loss"])
 def test_what_clients_say_makes_the_generator_better(estimator: str) -> None:
     """Clients that were trained stay as they are; their answers alone take the generator down its loss."""
-    experiment = federation(tiny("local", max_epochs=20), models="small-mlp")
+    experiment = small_federation(tiny("local", max_epochs=20), models="small-mlp")
     experiment.step()
     clients = [client.model.eval() for client in experiment.engine.clients.values()]
     algorithm: Any = FedZGE(
         queries=20, noise=8, estimator=estimator, canvas=False, generator_lr=0.01
     )  # type: ignore[arg-type]
-    server: Any = federation(algorithm, models="small-mlp").server
+    server: Any = small_federation(algorithm, models="small-mlp").server
     shares, generator = (
         torch.full((len(clients), 10), 1 / len(clients)),
         algorithm.load_generator(server),
@@ -217,7 +218,7 @@ def trial(**fields: Any) -> tuple[float, float, float]:
         "queries": 1,
         "local_steps": 20,
     }
-    experiment = federation(FedZGE(**{**few, **fields}), models="small-mlp")  # type: ignore[arg-type]
+    experiment = small_federation(FedZGE(**{**few, **fields}), models="small-mlp")  # type: ignore[arg-type]
     *_, last = experiment.rounds(2)
     return last.mean("global"), last.mean("local"), last.server["global"]
 
@@ -238,7 +239,7 @@ def test_clients_learn_of_classes_that_they_lack_and_forget_nothing() -> None:
 
 def test_the_optimizer_goes_on_or_begins_anew() -> None:
     for lasting in (True, False):
-        experiment = federation(tiny("fedzge", lasting_optimizer=lasting))
+        experiment = small_federation(tiny("fedzge", lasting_optimizer=lasting))
         list(experiment.rounds(2))
         server: Any = experiment.server
         assert bool(server.moments) == lasting
@@ -246,7 +247,7 @@ def test_the_optimizer_goes_on_or_begins_anew() -> None:
 
 
 def test_without_queries_canvases_stay_as_they_are() -> None:
-    experiment = federation(tiny("fedzge", queries=0))
+    experiment = small_federation(tiny("fedzge", queries=0))
     list(experiment.rounds(1))
     server: Any = experiment.server
     algorithm: Any = experiment.algorithm
@@ -256,7 +257,7 @@ def test_without_queries_canvases_stay_as_they_are() -> None:
 
 
 def test_images_of_the_last_rounds_are_kept_and_no_more() -> None:
-    experiment = federation(tiny("fedzge", memory=2))
+    experiment = small_federation(tiny("fedzge", memory=2))
     list(experiment.rounds(3))
     server: Any = experiment.server
     client: Any = experiment.engine.clients[0]
@@ -325,7 +326,7 @@ def test_an_accuracy_by_batch_depends_on_no_running_statistics() -> None:
 
 
 def test_clients_keep_their_statistics_unless_told_otherwise() -> None:
-    experiment = federation(tiny("fedzge"))
+    experiment = small_federation(tiny("fedzge"))
     client: Any = experiment.engine.clients[0]
     for statistics in ("own", "batch"):
         algorithm: Any = tiny("fedzge", statistics=statistics, rehearse=False)

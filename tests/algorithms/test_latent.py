@@ -19,7 +19,7 @@ from barter.core.payload import State
 from barter.data.partition import Classes
 from barter.models.generators import LatentGenerator
 from barter.ops.synthesis import diversity
-from tests.conftest import federation, same, state, tiny
+from tests.conftest import same, small_federation, state, tiny
 
 SPEC = Spec(1, 1, 2, 2, (0.0,), (1.0,))  # two pixels, as they are
 
@@ -120,7 +120,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[State, list[int], flo
 
 def test_clients_are_told_the_generator_that_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     told = watched(monkeypatch)
-    experiment = federation(tiny("fedgen"), partition=Classes(per_client=3))
+    experiment = small_federation(tiny("fedgen"), partition=Classes(per_client=3))
     experiment.engine.cores = 1
     list(experiment.rounds(1))
     trained = {
@@ -141,7 +141,7 @@ def test_clients_learn_from_the_generator_they_are_told() -> None:
     heads = []
     for shift in (0.0, 1.0):
         algorithm = cast(FedGen, tiny("fedgen"))
-        client = federation(algorithm).engine.clients[0]
+        client = small_federation(algorithm).engine.clients[0]
         with seeds.scope(0, "generator"):
             generator = dict(LatentGenerator(10, 48, 8, 16).state_dict())
         generator["end.bias"] = generator["end.bias"] + shift
@@ -153,7 +153,7 @@ def test_clients_learn_from_the_generator_they_are_told() -> None:
 def test_without_its_terms_it_is_lgfedavg() -> None:
     ends = []
     for name, changes in (("lgfedavg", {}), ("fedgen", {"alpha": 0.0, "beta": 0.0})):
-        experiment = federation(tiny(name, epochs=2, **changes))
+        experiment = small_federation(tiny(name, epochs=2, **changes))
         list(experiment.rounds(2))
         everything = {at: v for at, v in state(experiment).items() if ".clients." in at}
         ends.append(everything | cast(HeadServer, experiment.server).head)
@@ -185,7 +185,7 @@ def test_the_generator_believes_those_who_know_a_class() -> None:
 def test_heads_learn_classes_that_a_client_never_saw() -> None:
     def named(**weights: float) -> float:
         changes = {"batch_size": 10, "hidden": 64, "generator_steps": 50, **weights}
-        experiment = federation(
+        experiment = small_federation(
             tiny("fedgen", **changes),
             clients=2,
             models="small-mlp",

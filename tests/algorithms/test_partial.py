@@ -12,7 +12,7 @@ from barter.core.errors import ConfigError, PayloadError
 from barter.core.images import Spec
 from barter.core.payload import nbytes
 from barter.engines.local import LocalEngine
-from tests.conftest import federation, perceptrons, same, small_federation, tiny
+from tests.conftest import perceptrons, same, small_federation, tiny
 
 FAMILY = ["heterofl", "feddropout", "fedrolex"]
 AS_FEDAVG = {
@@ -34,7 +34,7 @@ def test_with_all_of_the_network_it_is_fedavg(name: str, monkeypatch: pytest.Mon
     )  # a turn's random stream has the method's name in it: here both have the same
     monkeypatch.setattr(LocalEngine, "_path", lambda self, method, k: path(self, "update", k))
     partial, fedavg = (
-        federation(algorithm, models="small-resnet")
+        small_federation(algorithm, models="small-resnet")
         for algorithm in (tiny(name, **AS_FEDAVG), tiny("fedavg"))
     )
     before = partial.server.model.state_dict()["head.weight"].clone()
@@ -49,7 +49,7 @@ def test_with_all_of_the_network_it_is_fedavg(name: str, monkeypatch: pytest.Mon
 
 
 def test_clients_hold_as_much_as_they_can_afford_and_only_that_travels() -> None:
-    experiment = federation(tiny("fedrolex", rho=3), clients=3, models="small-cnn")
+    experiment = small_federation(tiny("fedrolex", rho=3), clients=3, models="small-cnn")
     assert experiment.architectures == ["small-cnn@0.5", "small-cnn@0.25", "small-cnn@0.125"]
     (record,) = experiment.rounds(1)
     sizes = [nbytes(dict(c.model.state_dict())) for c in experiment.engine.clients.values()]
@@ -65,7 +65,7 @@ def test_clients_hold_as_much_as_they_can_afford_and_only_that_travels() -> None
 
 
 def test_classes_are_counted_only_where_that_is_needed() -> None:
-    (record,) = federation(tiny("heterofl", own_rows=False, norm="afterwards")).rounds(1)
+    (record,) = small_federation(tiny("heterofl", own_rows=False, norm="afterwards")).rounds(1)
     assert record.traffic("up") == record.traffic("down")
 
 
@@ -142,7 +142,7 @@ def test_statistics_that_cannot_be_are_refused(key: str, wrong: torch.Tensor, me
 
 def moved(name: str, rounds: int) -> torch.Tensor:
     """Which channels of the first layer training has changed, where nobody has more than half of them."""
-    experiment = federation(tiny(name, rho=3, weight_decay=0.0), models="small-cnn")
+    experiment = small_federation(tiny(name, rho=3, weight_decay=0.0), models="small-cnn")
     before = experiment.server.model.state_dict()["body.0.0.weight"].clone()
     list(experiment.rounds(rounds))
     after = experiment.server.model.state_dict()["body.0.0.weight"]
@@ -156,7 +156,7 @@ def test_what_nobody_holds_stays_and_windows_and_draws_reach_further() -> None:
 
 
 def test_every_client_draws_channels_of_its_own() -> None:
-    experiment = federation(tiny("feddropout", rho=1, sigma=1), clients=3, models="small-cnn")
+    experiment = small_federation(tiny("feddropout", rho=1, sigma=1), clients=3, models="small-cnn")
     clients = experiment.engine.client_ids
     algorithm: Any = experiment.algorithm
     where = algorithm.choose(experiment.server, clients, 1)
@@ -168,7 +168,7 @@ def test_every_client_draws_channels_of_its_own() -> None:
 
 
 def test_a_class_that_a_client_lacks_does_not_touch_its_rows() -> None:
-    experiment = federation(tiny("fedrolex", weight_decay=0.0), clients=2)
+    experiment = small_federation(tiny("fedrolex", weight_decay=0.0), clients=2)
     client = experiment.engine.clients[0]
     (absent, *_) = (client.data.class_counts() == 0).nonzero().flatten().tolist()
     before = client.model.state_dict()["head.weight"][absent].clone()
@@ -181,7 +181,7 @@ def test_a_class_that_a_client_lacks_does_not_touch_its_rows() -> None:
 
 
 def test_counts_are_of_the_images_trained_on() -> None:
-    experiment = federation(tiny("fedrolex", steps=3, batch_size=4), clients=2)
+    experiment = small_federation(tiny("fedrolex", steps=3, batch_size=4), clients=2)
     algorithm: Any = experiment.algorithm
     counts = algorithm.train(experiment.engine.clients[0], {})["counts"]
     assert counts.sum().item() == 12
@@ -191,16 +191,16 @@ def test_counts_are_of_the_images_trained_on() -> None:
 
 def test_networks_that_cannot_be_cut_are_refused_before_training() -> None:
     with pytest.raises(ConfigError, match="VisionTransformer cannot be cut by width"):
-        federation(HeteroFL(), models="vit-tiny")
+        small_federation(HeteroFL(), models="vit-tiny")
     with pytest.raises(
         ConfigError, match="FedRolex has one model for all and needs one architecture"
     ):
-        federation(FedRolex(), models="small-5")
+        small_federation(FedRolex(), models="small-5")
 
 
 @pytest.mark.parametrize("norm", ["global", "afterwards", "batch", "running"])
 def test_the_server_has_a_model_of_full_width_with_any_statistics(norm: Any) -> None:
-    experiment = federation(FedDropout(norm=norm, epochs=3), models="small-cnn")
+    experiment = small_federation(FedDropout(norm=norm, epochs=3), models="small-cnn")
     *_, record = experiment.rounds(2)
     tracked = any("running" in at for at in experiment.server.model.state_dict())
     assert tracked == (norm != "batch")

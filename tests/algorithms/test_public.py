@@ -22,7 +22,7 @@ from barter.data.partition import Classes
 from barter.data.sources import load_dataset
 from barter.data.task import Data
 from barter.ops.average import average
-from tests.conftest import federation, same, tiny
+from tests.conftest import federation, same, small_federation, tiny
 
 TWO = {
     "partition": Classes(per_client=5),
@@ -32,7 +32,7 @@ TWO = {
 
 
 def in_process(algorithm: Any, **options: Any) -> Experiment:
-    experiment = federation(algorithm, **options)
+    experiment = small_federation(algorithm, **options)
     experiment.engine.cores = 1
     return experiment
 
@@ -103,7 +103,7 @@ def test_fedmd_helps_clients_with_few_images() -> None:
             "partition": "iid",
             "models": "small-mlp,small-cnn",
         }
-        return list(federation(algorithm, **options).rounds(2))[-1].mean("global")
+        return list(small_federation(algorithm, **options).rounds(2))[-1].mean("global")
 
     assert reached(1000) > reached(2) + 0.02
 
@@ -114,11 +114,11 @@ def test_labels_of_other_classes_are_refused_where_they_are_needed() -> None:
     data = Data(source=(digits.x_train[few], digits.y_train[few]), public="digits")
     for name in ("fedmd", "mhat"):
         with pytest.raises(ConfigError, match="go up to 9 and the task has 3 classes"):
-            list(federation(tiny(name), data=data).rounds(1))
+            list(small_federation(tiny(name), data=data).rounds(1))
     for algorithm in (tiny("fedmd", public_epochs=0), tiny("dsfl")):
-        list(federation(algorithm, data=data).rounds(1))
+        list(small_federation(algorithm, data=data).rounds(1))
     with pytest.raises(ConfigError, match=r"data\.public"):
-        federation(tiny("dsfl"), data=Data())
+        small_federation(tiny("dsfl"), data=Data())
 
 
 def test_dsfl_sharpens_the_mean_of_probabilities_for_clients_and_server(
@@ -176,7 +176,7 @@ def test_mhats_clients_hear_what_the_auxiliary_model_says(monkeypatch: pytest.Mo
 
 def test_without_the_clients_mhats_auxiliary_model_learns_from_labels_alone() -> None:
     def server(**changes: Any) -> dict[str, Any]:
-        experiment = federation(tiny("mhat", **changes))
+        experiment = small_federation(tiny("mhat", **changes))
         list(experiment.rounds(1))
         return dict(experiment.server.model.state_dict())
 
@@ -185,7 +185,7 @@ def test_without_the_clients_mhats_auxiliary_model_learns_from_labels_alone() ->
 
 
 def test_mhat_brings_what_others_know() -> None:
-    records = list(federation(MHAT(epochs=2, distil_epochs=4), **TWO).rounds(2))
+    records = list(small_federation(MHAT(epochs=2, distil_epochs=4), **TWO).rounds(2))
     assert records[-1].mean("global") > records[0].mean("before_global") + 0.1
     assert records[-1].server["global"] > 0.6
 
@@ -250,7 +250,7 @@ def test_feddf_averages_the_models_whose_predictions_are_trusted(
 
     monkeypatch.setattr(feddf, "average", record)
     monkeypatch.setattr(feddf, "select_teachers", lambda predictions: [0])
-    experiment = federation(tiny("feddf"), models="small-mlp,small-cnn", clients=4)
+    experiment = small_federation(tiny("feddf"), models="small-mlp,small-cnn", clients=4)
     experiment.step()
     # Clients 0 and 2 have one architecture; of the other one no client is trusted.
     assert averaged == [{0}, {1, 3}]

@@ -19,6 +19,7 @@ from barter.core.payload import State
 from barter.ops.fit import fit, sgd
 from barter.testing import conformance
 from barter.testing.conformance import CHECKS, Trial, find_problem
+from tests.conformance.disturbed import require_undisturbed
 from tests.conftest import tiny
 
 
@@ -76,6 +77,19 @@ class Whispers(Sound):
     def change(self, client: Client) -> None:
         seen.append(client.id)
         self.add(client, len(seen))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leans(Sound):
+    """Clients tell the server something behind the wire's back."""
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        seen.clear()
+        clients.run(self.learn, t)
+        server.report["clients"] = len(seen)
+
+    def change(self, client: Client) -> None:
+        seen.append(client.id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,13 +255,31 @@ def test_a_broken_rule_is_named(kind: type[Algorithm[Any, Any]], check: str, mes
     assert len(said) < 400, "no tensors are printed"
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Forgets, "resumed after round 1"),
+        (Gambles, "again with the same seed"),
+        (Whispers, "last client first"),
+        (Leans, "clients in processes"),
+        (Promises, "learn is a Tensor, expected dict"),
+    ],
+)
+def test_one_disturbed_run_notices_what_six_checks_do(
+    kind: type[Algorithm[Any, Any]], message: str
+) -> None:
+    assert re.search(message, find_problem(require_undisturbed, Trial(kind())))
+
+
 def test_a_wire_that_isolates_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(tiny("fedavg"))
-    assert find_problem(conformance.isolates_parties, trial) == ""
+    for check in (conformance.isolates_parties, require_undisturbed):
+        assert find_problem(check, trial) == ""
     monkeypatch.setattr(conformance, "isolate", lambda tree, device=None, path="": tree)
-    assert "with a receiver that overwrites its copy: server.model" in find_problem(
-        conformance.isolates_parties, trial
-    )
+    for check in (conformance.isolates_parties, require_undisturbed):
+        assert "with a receiver that overwrites its copy: server.model" in find_problem(
+            check, trial
+        )
 
 
 def test_the_example_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,11 @@ from barter.flower import engine
 from barter.flower.deploy import SPARE, conduct
 from barter.runs.journal import Journal
 from barter.setup.config import Config
-from tests.conftest import digits_file, federation, same, tiny
+from tests.conftest import digits_file, federation, least, same
 from tests.flower.grid import LoopbackGrid, site
 
 ROUNDS = 3
+IMAGES = 180
 # The profile that changes most values. What it leaves exact is compared too.
 WIRE = WireSettings(profile="small", rounding="stochastic", deflate=True)
 
@@ -51,14 +52,16 @@ def test_a_run_on_flower_is_the_same_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first round begins with sites that know nothing, the second with what they wrote down, the third goes on."""
-    local = federation(tiny(name), digits_file(tmp_path), wire=WIRE)
+    models = "small-mlp" if least(name).server_model.one_architecture else "small-mlp,small-cnn"
+    source = digits_file(tmp_path, IMAGES)
+    local = federation(least(name), source, models=models, wire=WIRE)
     records = [(r.round, r.clients, r.server, r.bytes) for r in local.rounds(ROUNDS)]
     straight = {"server": local.server.memory(), "clients": local.engine.memory()}
 
     first = LoopbackGrid(sites(tmp_path), monkeypatch)
     data = local.config.data
     config = Config(
-        algorithm=tiny(name),
+        algorithm=least(name),
         data=data,
         clients=3,
         models=local.config.models,

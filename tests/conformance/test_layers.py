@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -109,9 +110,16 @@ OPTIONAL = {
 }  # and in which room
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return what a file's syntax tree consists of; several tests read it."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -172,10 +180,8 @@ def test_rooms_have_an_order() -> None:
 
 def named(path: Path) -> set[str]:
     """Modules that are imported as names of their package."""
-    nodes = [
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
-    ]
-    return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+    found = [node for node in nodes(path) if isinstance(node, ast.ImportFrom)]
+    return {f"{node.module}.{alias.name}" for node in found for alias in node.names}
 
 
 def test_what_is_optional_is_used_in_one_room() -> None:
@@ -196,7 +202,7 @@ def test_no_print_no_pickle_no_eval() -> None:
     for path in ROOT.rglob("*.py"):
         calls = [
             n.func.id
-            for n in ast.walk(ast.parse(path.read_text()))
+            for n in nodes(path)
             if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
         ]
         assert not {"print", "eval", "exec"} & set(calls), path

@@ -15,7 +15,7 @@ from barter.core.wire import Direction, Wire
 from barter.core.wire_codec import WireCodec
 from barter.core.wire_settings import WireSettings
 from barter.privacy import Privacy
-from tests.conftest import perceptrons, same, state, tiny
+from tests.conftest import least, perceptrons, same, state, tiny
 
 
 class Measured(Wire):
@@ -53,7 +53,7 @@ def compare(sent: Any, decoded: Any, path: str) -> None:
 
 def test_both_profiles_run(name: str) -> None:
     """One run, whose first round is `small` and whose second one is `lean`."""
-    experiment = perceptrons(tiny(name))
+    experiment = perceptrons(least(name))
     algorithm = experiment.algorithm
     for profile in ("small", "lean"):
         codec = WireCodec(algorithm, WireSettings(profile=profile), 0)

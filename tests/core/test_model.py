@@ -11,7 +11,7 @@ from barter.core.model import verify_split
 
 
 @pytest.mark.parametrize(
-    "make", [tv.vgg11, tv.densenet121, tv.squeezenet1_0, tv.regnet_y_400mf, tv.convnext_tiny]
+    "make", [tv.alexnet, tv.densenet121, tv.squeezenet1_0, tv.regnet_y_400mf, tv.convnext_tiny]
 )
 def test_models_outside_the_zoo_split_or_say_why(make: object) -> None:
     module = make(num_classes=7).eval()  # type: ignore[operator]

@@ -32,6 +32,7 @@ def save(path: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("few_images")
 def test_a_split_that_was_saved_is_the_run_that_it_was_saved_from(tmp_path: Path) -> None:
     split = tmp_path / "split"
     settings = [

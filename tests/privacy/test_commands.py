@@ -12,6 +12,8 @@ from barter.privacy.show import conclusion
 from tests.conftest import small_federation, tiny
 from tests.test_cli import QUICK
 
+pytestmark = pytest.mark.usefixtures("few_images")
+
 PARTS = 'privacy.parts={"learn.embeddings" = "gaussian clip=4", "learn.labels" = "withhold"}'
 
 

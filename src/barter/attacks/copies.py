@@ -13,7 +13,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from scipy.stats import norm
+from scipy.special import ndtri
 from torch import Tensor
 
 from barter.attacks.overheard import clients_of
@@ -86,7 +86,7 @@ def wilson_interval(hits: int, trials: int, confidence: float = 0.95) -> tuple[f
 
     There must be at least one trial.
     """
-    z = float(norm.ppf((1 + confidence) / 2))
+    z = float(ndtri((1 + confidence) / 2))
     share = hits / trials
     scale = 1 + z * z / trials
     center = (share + z * z / (2 * trials)) / scale

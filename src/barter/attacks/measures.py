@@ -6,7 +6,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from scipy.stats import rankdata
 from torch import Tensor
 
 __all__ = [
@@ -71,6 +70,8 @@ def auc_with_error(members: Tensor, others: Tensor) -> tuple[float, float]:
     The area is the probability that a member's score is above that of a non-member; ties count
     half. The error is that of Hanley and McNeil (1982).
     """
+    from scipy.stats import rankdata  # Loading takes a second, and most commands attack nothing.
+
     m = len(members)
     n = len(others)
     ranks = rankdata(torch.cat([members, others]).double().numpy())[:m]

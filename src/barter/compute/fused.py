@@ -16,9 +16,6 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models.googlenet import BasicConv2d
-from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
-from torchvision.ops.misc import Conv2dNormActivation
 
 from barter.compute.activations import ACTIVATION_NAMES, NONE, RELU, Activation, apply_activation
 from barter.compute.flops import mark_padding
@@ -209,60 +206,27 @@ def _next_activation(layer: nn.Module, rest: list[nn.Module]) -> Activation | No
     return ACTIVATION_NAMES[type(rest[0])], getattr(rest[0], "negative_slope", 0.0)
 
 
-class _BasicBlock(BasicBlock):  # type: ignore[misc]
-    """torchvision's basic block with fused normalisations."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if has_hooks(self.bn1, self.bn2, self.relu):
-            return super().forward(x)  # type: ignore[no-any-return]
-        y = self.conv2(self.bn1(self.conv1(x), act=RELU))
-        out: Tensor = self.bn2(y, x if self.downsample is None else self.downsample(x), RELU)
-        return out
-
-
-class _Bottleneck(Bottleneck):  # type: ignore[misc]
-    """torchvision's bottleneck block with fused normalisations."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if has_hooks(self.bn1, self.bn2, self.bn3, self.relu):
-            return super().forward(x)  # type: ignore[no-any-return]
-        y = self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x), act=RELU)), act=RELU))
-        out: Tensor = self.bn3(y, x if self.downsample is None else self.downsample(x), RELU)
-        return out
-
-
-class _ResNet(ResNet):  # type: ignore[misc]
-    """torchvision's ResNet with a fused first normalisation."""
-
-    def _forward_impl(self, x: Tensor) -> Tensor:
-        if has_hooks(self.bn1, self.relu):
-            return super()._forward_impl(x)  # type: ignore[no-any-return]
-        x = self.maxpool(self.bn1(self.conv1(x), act=RELU))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
-
-
-class _BasicConv2d(BasicConv2d):  # type: ignore[misc]
-    """GoogLeNet's convolution with a fused normalisation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if has_hooks(self.bn):
-            return super().forward(x)  # type: ignore[no-any-return]
-        out: Tensor = self.bn(self.conv(x), act=RELU)
-        return out
-
-
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm2d: FusedNorm,
     nn.MaxPool2d: _MaxPool,
     nn.Conv2d: _Stem,
     nn.Sequential: _Sequential,
-    Conv2dNormActivation: _Sequential,
-    BasicBlock: _BasicBlock,
-    Bottleneck: _Bottleneck,
-    ResNet: _ResNet,
-    BasicConv2d: _BasicConv2d,
 }
+
+
+def _fused_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the fused version of a class of layers; None if there is none.
+
+    torchvision takes seconds to load, so that its blocks are loaded only for a network that has
+    some.
+    """
+    if kind.__module__.startswith("torchvision."):
+        from torchvision.ops.misc import Conv2dNormActivation
+
+        from barter.compute.fused_blocks import FUSED_BLOCKS
+
+        return _Sequential if kind is Conv2dNormActivation else FUSED_BLOCKS.get(kind)
+    return FUSED.get(kind)
 
 
 def fuse(module: M) -> M:
@@ -274,8 +238,9 @@ def fuse(module: M) -> M:
         (t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")
     )
     for part in module.modules():
-        if type(part) in FUSED and not _unsupported(part):
-            part.__class__ = FUSED[type(part)]
+        fused = _fused_class(type(part))
+        if fused is not None and not _unsupported(part):
+            part.__class__ = fused
         if isinstance(part, FusedNorm):
             groups = -(-part.num_features // 16)
             # A layer is new, or a copy of another width.
@@ -292,7 +257,7 @@ def _unsupported(part: nn.Module) -> bool:
     """
     if isinstance(part, nn.Conv2d):
         return not _Stem.suits(part)
-    if not isinstance(part, BasicBlock | Bottleneck | ResNet | BasicConv2d):
+    if not type(part).__module__.startswith("torchvision.models."):
         return False
     norms = [child for name, child in part.named_children() if name in ("bn", "bn1", "bn2", "bn3")]
     others = [norm for norm in norms if type(norm) not in (nn.BatchNorm2d, FusedNorm)]

@@ -20,6 +20,7 @@ import dataclasses
 import inspect
 import textwrap
 import tokenize
+from functools import cache
 from io import StringIO
 from typing import Any
 
@@ -50,33 +51,46 @@ def _read(cls: type[Any]) -> tuple[dict[str, str], dict[str, str]]:
     meanings: dict[str, str] = {}
     headings: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(ancestor):
+        if dataclasses.is_dataclass(ancestor):
+            own_meanings, own_headings = _read_own(ancestor)
+            meanings |= own_meanings
+            headings = own_headings | headings
+    return meanings, headings
+
+
+@cache
+def _read_own(cls: type[Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the comments and the headings of the fields that a class defines itself.
+
+    They are cached, as `inspect.getsource` parses the whole module of a class.
+    """
+    meanings: dict[str, str] = {}
+    headings: dict[str, str] = {}
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):  # A class defined at a prompt has no source file.
+        return meanings, headings
+    comments = {
+        token.start[0]: token.string.lstrip("# ").strip()
+        for token in tokenize.generate_tokens(StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    heading = ""
+    above: list[str] = []
+    for number, line in enumerate(source.splitlines(), start=1):
+        if line.strip().startswith("#"):
+            comment = comments.get(number, "")
+            if comment.startswith(HEADING):
+                heading = comment.removeprefix(HEADING)
+                above = []
+            else:
+                above.append(comment)
             continue
-        try:
-            source = textwrap.dedent(inspect.getsource(ancestor))
-        except (OSError, TypeError):  # A class defined at a prompt has no source file.
-            continue
-        comments = {
-            token.start[0]: token.string.lstrip("# ").strip()
-            for token in tokenize.generate_tokens(StringIO(source).readline)
-            if token.type == tokenize.COMMENT
-        }
-        heading = ""
-        above: list[str] = []
-        for number, line in enumerate(source.splitlines(), start=1):
-            if line.strip().startswith("#"):
-                comment = comments.get(number, "")
-                if comment.startswith(HEADING):
-                    heading = comment.removeprefix(HEADING)
-                    above = []
-                else:
-                    above.append(comment)
-                continue
-            name = line.strip().split(":")[0]
-            if name in ancestor.__annotations__:
-                meaning = comments.get(number) or " ".join(above)
-                if meaning:
-                    meanings[name] = meaning
-                headings.setdefault(name, heading)
-            above = []
+        name = line.strip().split(":")[0]
+        if name in cls.__annotations__:
+            meaning = comments.get(number) or " ".join(above)
+            if meaning:
+                meanings[name] = meaning
+            headings.setdefault(name, heading)
+        above = []
     return meanings, headings

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,21 @@ class SourceRequest:
 def _eight_by_eight() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return scikit-learn's digits (n, 8, 8, 1) as bytes, and their labels.
 
-    They are cached, as reading them is slower than a small round.
+    They are cached, as reading them is slower than a small round. The file is read as `load_digits`
+    does it, without importing scikit-learn, which takes seconds.
     """
-    from sklearn.datasets import load_digits
+    rows = np.loadtxt(_digits_file(), delimiter=",")
+    images = rows[:, :-1].reshape(-1, 8, 8)
+    pixels = (images * (255 / 16)).round().astype(np.uint8)[..., None]
+    return pixels, rows[:, -1].astype(int)
 
-    bunch = load_digits()
-    images = (bunch.images * (255 / 16)).round().astype(np.uint8)[..., None]
-    return images, bunch.target
+
+def _digits_file() -> Path:
+    """Return the path of scikit-learn's digits."""
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise ConfigError("the digits are scikit-learn's: pip install scikit-learn")
+    return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
 
 def _digits(request: SourceRequest) -> Dataset:
