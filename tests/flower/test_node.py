@@ -314,6 +314,26 @@ def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(
     assert 0.5 < time.monotonic() - begin < 1.5
 
 
+def test_after_a_poll_that_was_held_the_next_one_follows_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "HOLD", 0.2)
+    waits = iter([0.0, 0.15, 0.15])
+    pauses: list[int] = []
+    monkeypatch.setattr(node, "poll_interval", lambda *_: pauses.append(1) or 0.0)
+
+    class Held:
+        def pull(self) -> None:
+            wait = next(waits, None)
+            if wait is None:
+                raise SystemExit
+            time.sleep(wait)
+
+    with suppress(SystemExit):
+        node.serve_messages(Held(), Path("door"))  # type: ignore[arg-type]
+    assert len(pauses) == 1, "after the poll that was answered at once"
+
+
 def test_who_has_nothing_to_do_looks_less_and_less_often() -> None:
     assert [poll_interval(idle) for idle in (0.0, 0.5, 3.0, 10.0, 3600.0)] == pytest.approx(
         [0.05, 0.05, 0.3, 1.0, 1.0]
