@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 
@@ -26,7 +27,9 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUn
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
+from barter.core.encodings import ENCODINGS, IMAGE_ENCODINGS, encode_tensor
 from barter.core.errors import PayloadError
+from barter.core.wire_codec import decode_payload
 from barter.flower import flwr_internals, node, supervise
 from barter.flower.client_app import IN_A_PIECE, from_records, to_records
 from barter.flower.codec import decode, encode
@@ -227,6 +230,19 @@ def test_a_frame_comes_as_it_went_in_a_piece_or_in_chunks(size: int) -> None:
 def test_what_is_no_frame_is_refused(tree: dict[str, Any], bulk: dict[str, Any]) -> None:
     with pytest.raises(PayloadError):
         from_records(RecordDict({"tree": ConfigRecord(tree), "bulk": ConfigRecord(bulk)}))
+
+
+@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name != "exact"])
+def test_flower_carries_every_encoding_to_the_bit(encoding: str) -> None:
+    is_image = encoding in IMAGE_ENCODINGS
+    tensor = torch.rand(8, 3, 16, 16) if is_image else torch.randn(20, 50)
+    coded = encode_tensor(tensor, encoding)
+    assert coded is not None
+    tree = decode(from_records(to_records(encode({"x": coded.to_payload()}))))
+    assert torch.equal(decode_payload(tree)["x"], coded.value)
+    tree["x"]["data"] = tree["x"]["data"][1:]
+    with pytest.raises(PayloadError):
+        decode_payload(tree)
 
 
 def test_others_are_heard_while_a_call_goes_on(
