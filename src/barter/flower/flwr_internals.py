@@ -223,11 +223,10 @@ def receiving_nodes(request: bytes) -> set[int]:
 
 def polling_node(request: bytes) -> int | None:
     """Return the id of the node that asks for messages by this request; None if it is invalid."""
-    from google.protobuf.message import DecodeError
-
+    decode_error = import_module("google.protobuf.message").DecodeError
     try:
         return int(PullMessagesRequest.FromString(request).node.node_id)
-    except DecodeError:
+    except decode_error:
         return None
 
 
