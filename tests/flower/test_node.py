@@ -335,8 +335,13 @@ def test_after_a_poll_that_was_held_the_next_one_follows_at_once(
 ) -> None:
     monkeypatch.setattr(node, "HOLD", 0.2)
     waits = iter([0.0, 0.15, 0.15])
-    pauses: list[int] = []
-    monkeypatch.setattr(node, "poll_interval", lambda *_: pauses.append(1) or 0.0)
+    pauses: list[float] = []
+
+    def pause(idle: float, shortest: float) -> float:
+        pauses.append(idle)
+        return 0.0
+
+    monkeypatch.setattr(node, "poll_interval", pause)
 
     class Held:
         def pull(self) -> None:
