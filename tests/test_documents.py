@@ -285,8 +285,15 @@ def test_typed_tables_agree_with_stored_results() -> None:
         assert cells == [f"{row['plain']:.2f}", f"{row['protected']:.2f}", f"{row['factor']:.3f}"]
 
     rows, _ = tables_of("docs/results/flower.md", "A round")
-    for clients, known in stored("flower.json")["rounds"].items():
+    for clients, known in stored("flower-polling.json")["rounds"].items():
         assert rows[clients][:2] == [f"{known['local']:.2f} s", f"{known['flower']:.1f} s"]
+
+    page = (ROOT / "docs" / "results" / "flower.md").read_text()
+    for profile, measured in stored("flower.json")["calls"].items():
+        for row in measured["rows"][1:]:
+            cpu = f"{sum(row['cpu'].values()):.1f} | {row['cpu']['SuperLink']:.1f}"
+            sent = f"{row['sent_mb']:,.1f} MB | {row['seconds']:.1f}"
+            assert f"| `{profile}` | {sent} | {cpu} |" in page
 
 
 def test_accuracies_under_protection_agree_with_stored_results() -> None:
