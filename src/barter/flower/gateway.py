@@ -85,7 +85,7 @@ class LongPoll:
         self._arrived = asyncio.Event()
         arrived.set()
 
-    def announce_sent(self) -> None:
+    def announce_messages(self) -> None:
         """Announce the server's messages: it polls for replies once they are sent completely."""
         if self.addressed:
             self.announce(self.addressed)
@@ -195,7 +195,7 @@ class Gate:
         except Refused:  # It has disconnected.
             return
         if scope["path"] == SERVER_POLL:
-            self.polls.announce_sent()
+            self.polls.announce_messages()
             await self._poll(scope, body, SERVER, LONGEST, receive, send)
         else:
             status, _ = await self._pass_on(scope, body, receive, send)
