@@ -39,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"epochs": 1, "batch_size": 10},
     "fedproto": {"features": 48, "batch_size": 10},
     "dffke": {
+        "peers": 3,
         "max_epochs": 1,
         "later_epochs": 1,
         "share": 0.5,

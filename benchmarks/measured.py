@@ -139,11 +139,16 @@ def protection() -> Table:
 
 def flower_calls() -> Table:
     """Return the seconds of an empty call, by the number of sites."""
-    table = [["sites", "barter's node", "Flower's SuperNode"]]
-    for sites, seconds in stored("flower.json")["nodes"].items():
-        other = seconds.get("flower")
+    heading = ["sites", "barter's node", "CPU s", "of which SuperLink", "by polling"]
+    table = [[*heading, "Flower's SuperNode"]]
+    polling = stored("flower-polling.json")["nodes"]
+    for sites, call in stored("flower.json")["nodes"].items():
+        cpu = call["barter_cpu"]
+        before = polling[sites]
+        other = before.get("flower")
+        cells = [f"{call['barter']:.2f} s", f"{sum(cpu.values()):.2f}", f"{cpu['SuperLink']:.2f}"]
         table.append(
-            [sites, f"{seconds['barter']:.2f} s", "" if other is None else f"{other:.1f} s"]
+            [sites, *cells, f"{before['barter']:.2f} s", f"{other:.1f} s" if other else ""]
         )
     return table
 
@@ -163,19 +168,26 @@ def flower_rounds(file: str) -> Table:
 
 
 def flower_megabytes() -> Table:
-    """Return the seconds of a call by the size of its payload, which is sent and returned."""
-    table = [["tree", "seconds", "MB/s, both directions together", "exact"]]
-    calls: dict[float, list[list[float]]] = {}
-    for call in stored("flower-supernode.json")["calls"]["calls"]:
-        calls.setdefault(call[0], []).append(call)
-    for size, measured in calls.items():
-        seconds = [call[1] for call in measured]
-        shown = f"{min(seconds):.1f}"
-        if len(seconds) > 1:
-            shown += f" to {max(seconds):.1f}"
-        rate = f"{2 * size / seconds[0]:.0f}" if size >= 10 else "-"
-        exact = "yes" if all(call[2] == 1 for call in measured) else "no"
-        table.append([f"{size:.0f} MB" if size else "empty", shown, rate, exact])
+    """Return the seconds of a call by profile and size of its payload, sent and returned."""
+    table = [["tree", "profile", "sent", "seconds", "CPU s", "of which SuperLink", "error (RMS)"]]
+    for profile, measured in stored("flower.json")["calls"].items():
+        for row in measured["rows"][1:]:  # The first call also starts the worker.
+            cpu = row["cpu"]
+            error = f"{100 * row['error']:.2g} %" if row["error"] else "none"
+            cells = [f"{row['sent_mb']:,.1f} MB", f"{row['seconds']:.1f}"]
+            cells += [f"{sum(cpu.values()):.1f}", f"{cpu['SuperLink']:.1f}", error]
+            size = f"{row['mb']:.0f} MB" if row["mb"] else "empty"
+            table.append([size, f"`{profile}`", *cells])
+    return table
+
+
+def flower_memory() -> Table:
+    """Return the peak memory of each process, by profile."""
+    kinds = ["SuperLink", "node", "server app", "worker"]
+    table = [["profile", *kinds]]
+    for profile, measured in stored("flower.json")["calls"].items():
+        peaks = measured["peak_mb"]
+        table.append([f"`{profile}`", *(f"{peaks[kind] / 1000:.1f} GB" for kind in kinds)])
     return table
 
 
@@ -251,9 +263,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     "overhead-methods": overhead,
     "overhead-protection": protection,
     "flower-calls": flower_calls,
-    "flower-rounds": lambda: flower_rounds("flower.json"),
+    "flower-rounds": lambda: flower_rounds("flower-polling.json"),
     "flower-rounds-supernode": lambda: flower_rounds("flower-supernode.json"),
     "flower-megabytes": flower_megabytes,
+    "flower-memory": flower_memory,
     "speed-gpu": gpu_training,
     "speed-cpu": cpu_training,
     "speed-phases": phases,

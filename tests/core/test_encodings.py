@@ -18,6 +18,7 @@ from barter.core.payload import pack, unpack
 from barter.core.wire_codec import decode_payload
 
 SCALES = [1e-30, 1.0, 1e5, 1e30]
+LOSSY = [name for name in encodings.ENCODINGS if name != "exact"]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -197,36 +198,58 @@ def scratched(tree: Any) -> Any:
     return changed(tree, data=[data])
 
 
-@pytest.mark.parametrize("encoding", ["half", "int8", "int4", "webp", "webp-90", "deflated"])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        cut,
-        lambda tree: changed(tree, data=[]),
-        lambda tree: changed(tree, data=tree["data"][0]),
-        lambda tree: changed(tree, data=[tree["data"][0].float()]),
-        lambda tree: changed(tree, scales=torch.ones(7)),
-        lambda tree: changed(tree, scales=None),
-        lambda tree: changed(tree, shape=[2**30, 2**30]),
-        lambda tree: changed(tree, shape=[-1, 4]),
-        lambda tree: changed(tree, shape=[True, 4]),
-        lambda tree: changed(tree, shape=[0, *tree["shape"][1:]]),
-        lambda tree: changed(tree, shape=[2, *tree["shape"]]),
-        lambda tree: changed(tree, shape="ab"),
-        lambda tree: changed(tree, order=[0, 0, 0, 0]),
-        lambda tree: changed(tree, rows="none"),
-        lambda tree: changed(tree, signed=2),
-        lambda tree: changed(tree, dtype="int64"),
-        lambda tree: changed(tree, **{encodings.ENCODED: "zip"}),
-        lambda tree: changed(tree, more=1),
-    ],
-)
-def test_a_damaged_encoding_is_refused(encoding: str, damage: Callable[[Any], Any]) -> None:
-    tensor = photos().float() if encoding.startswith("webp") else sparse(20, 50)
+DAMAGES: list[Callable[[Any], Any]] = [
+    cut,
+    lambda tree: changed(tree, data=[]),
+    lambda tree: changed(tree, data=tree["data"][0]),
+    lambda tree: changed(tree, data=[tree["data"][0].float()]),
+    lambda tree: changed(tree, scales=torch.ones(7)),
+    lambda tree: changed(tree, scales=None),
+    lambda tree: changed(tree, shape=[2**30, 2**30]),
+    lambda tree: changed(tree, shape=[-1, 4]),
+    lambda tree: changed(tree, shape=[True, 4]),
+    lambda tree: changed(tree, shape=[0, *tree["shape"][1:]]),
+    lambda tree: changed(tree, shape=[2, *tree["shape"]]),
+    lambda tree: changed(tree, shape="ab"),
+    lambda tree: changed(tree, order=[0, 0, 0, 0]),
+    lambda tree: changed(tree, rows="none"),
+    lambda tree: changed(tree, signed=2),
+    lambda tree: changed(tree, dtype="int64"),
+    lambda tree: changed(tree, **{encodings.ENCODED: "zip"}),
+    lambda tree: changed(tree, more=1),
+]
+
+
+def example(encoding: str) -> tuple[Tensor, EncodedTensor]:
+    """Return a tensor and its encoding; "deflated" is int8 with zlib."""
+    is_image = encoding == "uint8" or encoding.startswith("webp")
+    tensor = photos().float() if is_image else sparse(20, 50)
     deflate = encoding == "deflated"
-    tree = code(tensor, "int8" if deflate else encoding, deflate=deflate).to_payload()
-    with pytest.raises(PayloadError, match=r"learn\.x"):
-        decode_payload({"x": damage(tree)}, None, "learn")
+    return tensor, code(tensor, "int8" if deflate else encoding, deflate=deflate)
+
+
+@pytest.mark.parametrize("encoding", [*LOSSY, "deflated"])
+def test_a_damaged_encoding_is_refused(encoding: str) -> None:
+    _, coded = example(encoding)
+    tree = coded.to_payload()
+    refused = 0
+    for damage in DAMAGES:
+        damaged = damage(tree)
+        if all(damaged[key] is tree.get(key, damaged) for key in damaged):
+            continue  # It has no scales that could be missing.
+        with pytest.raises(PayloadError, match=r"learn\.x"):
+            decode_payload({"x": damaged}, None, "learn")
+        refused += 1
+    assert refused >= len(DAMAGES) - 1
+
+
+@pytest.mark.parametrize("encoding", [*LOSSY, "deflated"])
+def test_no_encoding_is_decoded_beyond_the_limit(encoding: str) -> None:
+    tensor, coded = example(encoding)
+    size = tensor.numel() * tensor.element_size()
+    assert decode_payload(coded.to_payload(), size).shape == tensor.shape
+    with pytest.raises(PayloadError, match=r"MB when decoded, expected at most"):
+        decode_payload(coded.to_payload(), size - 1)
 
 
 @pytest.mark.parametrize("encoding", ["webp", "webp-90", "deflated"])

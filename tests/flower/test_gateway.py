@@ -18,9 +18,17 @@ pytest.importorskip("flwr")
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.proto.fleet_pb2 import PullMessagesRequest, RegisterNodeFleetRequest
+from flwr.proto.fleet_pb2 import (
+    PullMessagesRequest,
+    PushMessagesResponse,
+    RegisterNodeFleetRequest,
+)
+from flwr.proto.message_pb2 import Message as FleetMessage
+from flwr.proto.message_pb2 import Metadata
 from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import PushAppMessagesRequest
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+from flwr.supercore.routers.runtime import router as runtime_router
 from flwr.superlink import main as superlink
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
@@ -28,7 +36,8 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from barter.core.errors import ConfigError
 from barter.flower import gateway
 from barter.flower.address import Address, require_name
-from barter.flower.gateway import MEMBERS, STRANGERS, Gate, size_limit
+from barter.flower.flwr_internals import HOLD_QUERY, connect
+from barter.flower.gateway import MEMBERS, STRANGERS, Gate, LongPoll, size_limit
 from barter.flower.supervise import FLOWER, free_port
 
 CONTROL, SITES = 9091, 8443
@@ -146,9 +155,143 @@ def test_who_is_slow_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert door.bodies == [b"xy"]
 
 
+SEND, REPLIES = "/v1/runtime/push-messages", "/v1/runtime/pull-messages"
+
+
+def poll_of(node: int) -> bytes:
+    return bytes(PullMessagesRequest(node=Node(node_id=node)).SerializeToString())
+
+
+def messages_for(*nodes: int) -> bytes:
+    metadata = [Metadata(dst_node_id=node) for node in nodes]
+    messages = [FleetMessage(metadata=data) for data in metadata]
+    return bytes(PushAppMessagesRequest(messages_list=messages).SerializeToString())
+
+
+class Office:
+    """A gate in an event loop, an application behind it with prepared answers, and requests."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, bytes] = {}
+        self.passed: list[str] = []  # paths of requests that came to the application
+        self.gate = Gate(
+            self._application, CONTROL, lambda: 10**9, lambda scope: dict(scope["headers"])[b"key"]
+        )
+
+    async def _application(self, scope: Any, receive: Any, send: Any) -> None:
+        assert not (await receive())["more_body"]
+        self.passed.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": self.answers.get(scope["path"], b"")})
+
+    def ask(
+        self, path: str, body: bytes = b"", query: str = "", stays: bool = True
+    ) -> asyncio.Task[None]:
+        """Begin a request, and let the gate do all that it does without waiting."""
+        coming = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if not coming and stays:
+                await asyncio.sleep(60)
+            return coming.pop() if coming else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {
+            "type": "http",
+            "path": path,
+            "query_string": query.encode(),
+            "server": ("::", CONTROL if "/runtime/" in path else SITES),
+            "headers": [(b"key", b"k"), (b"content-length", str(len(body)).encode())],
+        }
+        return asyncio.ensure_future(self.gate(scope, receive, send))
+
+
+async def settle() -> None:
+    await asyncio.sleep(0.02)
+
+
+def test_a_poll_of_a_node_is_held_until_its_messages_are_complete() -> None:
+    async def play(office: Office) -> None:
+        def held() -> asyncio.Task[None]:
+            return office.ask(PULL, poll_of(7), HOLD_QUERY)
+
+        await held()
+        assert office.passed.pop() == PULL, "whether there is something is not known yet"
+        poll = held()
+        await settle()
+        assert not office.passed
+        await office.ask(PULL, poll_of(7))
+        assert office.passed.pop() == PULL, "Flower's own node would push its replies too late"
+        await office.ask(SEND, messages_for(8, 9))
+        await office.ask(REPLIES)
+        await settle()
+        assert not poll.done(), "messages of others"
+        await office.ask(SEND, messages_for(7))
+        await settle()
+        assert not poll.done(), "their parts are not there yet"
+        office.passed.clear()
+        office.answers[PULL] = b"a message"
+        await office.ask(REPLIES, b"of the next call")
+        await poll
+        assert sorted(office.passed) == sorted([PULL, REPLIES])
+        await held()
+        assert office.passed.pop() == PULL, "there may be another message"
+
+    asyncio.run(play(Office()))
+
+
+def test_a_poll_is_held_for_a_limited_time_and_dropped_with_its_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play(office: Office) -> None:
+        await office.ask(PULL, poll_of(7), HOLD_QUERY)
+        await office.ask(PULL, poll_of(7), HOLD_QUERY, stays=False)
+        assert office.passed == [PULL], "a message would be lost with the connection"
+        monkeypatch.setattr(gateway, "HOLD", 0.05)
+        await office.ask(PULL, poll_of(7), HOLD_QUERY)
+        assert office.passed == [PULL, PULL]
+        await office.ask(PULL, b"\xff", HOLD_QUERY)
+        assert office.passed == [PULL, PULL, PULL], "Flower says what is wrong with it"
+
+    asyncio.run(play(Office()))
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_the_servers_poll_is_held_until_a_reply_is_complete(parts: int) -> None:
+    async def play(office: Office) -> None:
+        await office.ask(REPLIES, b"x")
+        poll = office.ask(REPLIES, b"x")
+        await office.ask(REPLIES, b"y")
+        await settle()
+        assert office.passed == [REPLIES, REPLIES], "the other asks for other replies"
+        wanted = PushMessagesResponse(objects_to_push=[str(part) for part in range(parts)])
+        office.answers[HEAD] = wanted.SerializeToString()
+        await office.ask(HEAD)
+        for _ in range(parts):
+            await settle()
+            assert not poll.done()
+            await office.ask(PART)
+        await poll
+        assert office.passed[-1] == REPLIES
+
+    asyncio.run(play(Office()))
+
+
+def test_few_polls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "REMEMBERED", 2)
+    polls = LongPoll()
+    for poll in (b"a", b"b", b"a", b"c"):
+        polls.note_result(poll, 0, empty=True)
+    assert list(polls.found_nothing) == [b"a", b"c"]
+
+
 def test_flower_keeps_its_routes_where_the_gate_looks_for_them() -> None:
     paths = {getattr(route, "path", "") for route in superlink.fleet_router.routes}
     assert {PULL, HEAD, PART} <= paths
+    paths = {getattr(route, "path", "") for route in runtime_router.routes}
+    assert {SEND, REPLIES} <= paths
     assert superlink.control_router.prefix == "/v1/control"
 
 
@@ -158,7 +301,8 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]
     home, (control, sites) = tmp_path_factory.mktemp("link"), (free_port(), free_port())
     env = {**os.environ, **FLOWER, "FLWR_HOME": str(home), "FORWARDED_ALLOW_IPS": "*"}
     arguments = _arguments(control, sites)
-    code = f"import sys; from barter.flower import gateway; gateway.IDLE = 1.0; sys.argv[1:] = {arguments}"
+    code = "import sys; from barter.flower import gateway; gateway.IDLE = 1.0; gateway.HOLD = 0.4"
+    code += f"; sys.argv[1:] = {arguments}"
     with (home / "log").open("wb") as log:
         link = subprocess.Popen(
             [sys.executable, "-c", f"{code}; gateway.main()"], env=env, stdout=log, stderr=log
@@ -218,6 +362,14 @@ def test_a_real_superlink_reads_more_of_those_it_knows(ports: tuple[int, int]) -
             RegisterNodeFleetRequest(public_key=signed._public_key_bytes)
         ).node_id
         assert not node.PullMessages(much).messages_list
+
+
+def test_a_real_superlink_holds_the_second_poll_of_a_node(ports: tuple[int, int]) -> None:
+    with connect(f"127.0.0.1:{ports[1]}", None, None) as fleet:
+        assert fleet.pull() is None
+        begin = time.monotonic()
+        assert fleet.pull() is None
+        assert time.monotonic() - begin >= 0.4
 
 
 def test_a_real_superlink_keeps_nobody_who_says_nothing(ports: tuple[int, int]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 
@@ -26,7 +27,9 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUn
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
+from barter.core.encodings import ENCODINGS, IMAGE_ENCODINGS, encode_tensor
 from barter.core.errors import PayloadError
+from barter.core.wire_codec import decode_payload
 from barter.flower import flwr_internals, node, supervise
 from barter.flower.client_app import IN_A_PIECE, from_records, to_records
 from barter.flower.codec import decode, encode
@@ -229,6 +232,19 @@ def test_what_is_no_frame_is_refused(tree: dict[str, Any], bulk: dict[str, Any])
         from_records(RecordDict({"tree": ConfigRecord(tree), "bulk": ConfigRecord(bulk)}))
 
 
+@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name != "exact"])
+def test_flower_carries_every_encoding_to_the_bit(encoding: str) -> None:
+    is_image = encoding in IMAGE_ENCODINGS
+    tensor = torch.rand(8, 3, 16, 16) if is_image else torch.randn(20, 50)
+    coded = encode_tensor(tensor, encoding)
+    assert coded is not None
+    tree = decode(from_records(to_records(encode({"x": coded.to_payload()}))))
+    assert torch.equal(decode_payload(tree)["x"], coded.value)
+    tree["x"]["data"] = tree["x"]["data"][1:]
+    with pytest.raises(PayloadError):
+        decode_payload(tree)
+
+
 def test_others_are_heard_while_a_call_goes_on(
     link: Link, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -312,6 +328,31 @@ def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(
     with pytest.raises(ObjectPullError, match="nothing came for 0.5 s"):
         http_grid.pull_objects(object_ids=["a", "never"], pull_object_fn=pull)
     assert 0.5 < time.monotonic() - begin < 1.5
+
+
+def test_after_a_poll_that_was_held_the_next_one_follows_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "HOLD", 0.2)
+    waits = iter([0.0, 0.15, 0.15])
+    pauses: list[float] = []
+
+    def pause(idle: float, shortest: float) -> float:
+        pauses.append(idle)
+        return 0.0
+
+    monkeypatch.setattr(node, "poll_interval", pause)
+
+    class Held:
+        def pull(self) -> None:
+            wait = next(waits, None)
+            if wait is None:
+                raise SystemExit
+            time.sleep(wait)
+
+    with suppress(SystemExit):
+        node.serve_messages(Held(), Path("door"))  # type: ignore[arg-type]
+    assert len(pauses) == 1, "after the poll that was answered at once"
 
 
 def test_who_has_nothing_to_do_looks_less_and_less_often() -> None:

@@ -472,6 +472,7 @@ class FlowerEngine(BaseEngine):
                 pending[message] = k
                 tries[k] += 1
                 del waiting[k]
+            polled = time.monotonic()
             for k, answer in receive_replies(self.grid, pending, most):
                 last = time.monotonic()
                 try:
@@ -488,7 +489,10 @@ class FlowerEngine(BaseEngine):
             if left <= 0 or (not pending and waiting and (enough() or hopeless)):
                 break
             if waiting or pending:
-                time.sleep(min(poll_interval(time.monotonic() - last, POLL_SECONDS), max(left, 0)))
+                # The coordinator holds a poll while there is no reply, which counts as waiting.
+                interval = poll_interval(time.monotonic() - last, POLL_SECONDS)
+                next_poll = polled + min(interval, max(left, 0))
+                time.sleep(max(0.0, next_poll - time.monotonic()))
         late = [k for k, why in waiting.items() if left <= 0 or why == LATE]
         if left <= 0:
             late += pending.values()

@@ -29,6 +29,12 @@ from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
 try:
+    from flwr.proto.fleet_pb2 import (
+        PullMessagesRequest,
+        PullMessagesResponse,
+        PushMessagesResponse,
+    )
+    from flwr.proto.runtime_pb2 import PushAppMessagesRequest
     from flwr.supercore.error import ApiErrorCode, FlowerError
     from flwr.supercore.inflatable.inflatable_object import (
         get_all_nested_objects,
@@ -44,6 +50,7 @@ try:
         push_objects,
     )
     from flwr.supercore.run import RunNotRunningException
+    from flwr.supernode.fleet_http_client import FleetHttpClient
     from flwr.supernode.fleet_http_connection import http_request_response
 
     MISSING = ""
@@ -51,11 +58,15 @@ except ImportError as error:
     MISSING = str(error)
 
 __all__ = [
+    "HOLD_QUERY",
     "Fleet",
     "NotLetIn",
     "connect",
+    "count_missing_parts",
     "node_names",
     "poll_faster",
+    "polling_node",
+    "receiving_nodes",
     "run_superlink",
     "signing_key",
     "unsupported_reason",
@@ -64,6 +75,7 @@ __all__ = [
 TRIED = ("1.41.", "1.42.")
 # Backoff in seconds for objects that are still being sent; Flower's own begins at a second.
 SOON = {"initial_backoff": 0.05, "backoff_cap": 1.0}
+HOLD_QUERY = "hold"  # in the URL of polls that the gateway may hold; Flower ignores it
 STALL = 60.0  # seconds within which the next part of a reply must arrive
 REPLY_LOST = 4  # Flower's error code after which the server asks again
 log = logging.getLogger("barter")
@@ -87,6 +99,7 @@ def unsupported_reason() -> str:
         pull_objects: ("object_ids", "pull_object_fn", *SOON),
         push_objects: ("objects", "push_object_fn", "object_ids_to_push"),
         inflate_object_from_contents: ("object_id", "object_contents"),
+        FleetHttpClient._unary_unary: ("path", "rpc_method", "request", "response_type"),
     }
     for function, parameters in used.items():
         accepted = inspect.signature(function).parameters
@@ -202,6 +215,26 @@ def _punctual_protocol(idle: float) -> Any:
     return Punctual
 
 
+def receiving_nodes(request: bytes) -> set[int]:
+    """Return the ids of the nodes to which the server sends messages by this request."""
+    messages = PushAppMessagesRequest.FromString(request).messages_list
+    return {message.metadata.dst_node_id for message in messages}
+
+
+def polling_node(request: bytes) -> int | None:
+    """Return the id of the node that asks for messages by this request; None if it is invalid."""
+    decode_error = import_module("google.protobuf.message").DecodeError
+    try:
+        return int(PullMessagesRequest.FromString(request).node.node_id)
+    except decode_error:
+        return None
+
+
+def count_missing_parts(response: bytes) -> int:
+    """Return how many parts of a reply Flower asks for when it accepts the reply."""
+    return len(set(PushMessagesResponse.FromString(response).objects_to_push))
+
+
 def signing_key(app: Any, scope: MutableMapping[str, Any]) -> bytes | None:
     """Return the registered key that signed a request to the Fleet API, or None.
 
@@ -305,6 +338,23 @@ class Fleet:
             )
 
 
+def _let_polls_be_held() -> None:
+    """Make Flower's client mark its polls, so that barter's gateway may hold them."""
+
+    class HeldPolls(FleetHttpClient):
+        """Flower's client of the Fleet API whose polls may be held."""
+
+        def PullMessages(self, request: PullMessagesRequest) -> PullMessagesResponse:
+            return self._unary_unary(
+                path=f"/v1/fleet/pull-messages?{HOLD_QUERY}",
+                rpc_method="/flwr.proto.Fleet/PullMessages",
+                request=request,
+                response_type=PullMessagesResponse,
+            )
+
+    vars(import_module("flwr.supernode.fleet_http_connection"))["FleetHttpClient"] = HeldPolls
+
+
 @contextmanager
 def connect(address: str, certificate: Path | None, key: Path | None) -> Iterator[Fleet]:
     """Connect to a SuperLink as a node, with Flower's heartbeat.
@@ -324,6 +374,7 @@ def connect(address: str, certificate: Path | None, key: Path | None) -> Iterato
             raise TypeError(f"{key} is not an elliptic curve key, which Flower requires")
         keys = (private, private.public_key())
     root = None if certificate is None else str(certificate)
+    _let_polls_be_held()
     try:
         with http_request_response(address, root is None, root, keys) as connection:
             yield Fleet(connection)

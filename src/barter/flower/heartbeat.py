@@ -14,6 +14,7 @@ from pathlib import Path
 
 __all__ = [
     "BEGUN",
+    "HOLD",
     "LONGEST",
     "NOT_LET_IN",
     "SHORTEST",
@@ -31,6 +32,7 @@ TURN = "turn"  # progress of the current call, from 0 to 1
 BEGUN = "begun"  # the call that was begun and has not ended, and when
 SHORTEST = 0.05  # shortest polling interval, in seconds
 LONGEST = 1.0  # longest polling interval, in seconds
+HOLD = 5.0  # seconds for which the coordinator holds the poll of a site without a message
 # Exit status of a node whose key the SuperLink refuses (EX_NOPERM in sysexits.h).
 NOT_LET_IN = 77
 # Seconds that an idle process may be silent. Its heartbeat is ten times as frequent.

@@ -20,7 +20,7 @@ from flwr.app import Error, Message
 from barter.flower.client_app import from_records, to_records
 from barter.flower.flwr_internals import Fleet, NotLetIn, connect
 from barter.flower.frames import DONE, Frame, ask_worker
-from barter.flower.heartbeat import LONGEST, NOT_LET_IN, SHORTEST, TURN, poll_interval
+from barter.flower.heartbeat import HOLD, LONGEST, NOT_LET_IN, SHORTEST, TURN, poll_interval
 
 __all__ = ["answer_message", "main", "serve_messages"]
 
@@ -89,7 +89,9 @@ def serve_messages(fleet: Fleet, door: Path) -> None:
             calls[0].join(LONGEST)
             calls = [thread for thread in calls if thread.is_alive()]
             last = time.monotonic()  # After an answer, the next request comes soon.
-        time.sleep(poll_interval(time.monotonic() - last, max(SHORTEST, WORTH * poll_seconds)))
+        # A poll that was held cost the SuperLink nothing meanwhile, and the next one will be, too.
+        if message is not None or poll_seconds < HOLD / 2:
+            time.sleep(poll_interval(time.monotonic() - last, max(SHORTEST, WORTH * poll_seconds)))
 
 
 def exit_if_thread_dies() -> None:
