@@ -72,7 +72,7 @@ from barter.core.payload import State, nbytes
 from barter.core.robust import Aggregate
 from barter.core.seeds import stream_seed
 from barter.models.generators import decoder_side, resize_images
-from barter.ops.distill import kl
+from barter.ops.distill import tempered_kl
 from barter.ops.docking import unify
 from barter.ops.embedding_models import (
     ClassGaussians,
@@ -86,6 +86,7 @@ from barter.ops.embedding_models import (
 from barter.ops.ensemble import public_images
 from barter.ops.fit import Subject, adam, alternate, epoch_length, fit, join_subjects
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
+from barter.ops.photographs import check_photographs
 from barter.ops.shares import log_class_prior
 from barter.ops.transfer import (
     Entry,
@@ -96,6 +97,7 @@ from barter.ops.transfer import (
     distribute_lessons,
     entry_images,
     newest_entries,
+    photograph_entry,
     prepare_lesson,
     public_entry,
     statistics_entry,
@@ -250,6 +252,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     exchange_epochs: Count = 1
     # KL(teacher ‖ student) as in Eqs. 6 to 8, or the reverse as in Eqs. 13 and 14
     direction: Literal["teacher", "student"] = "teacher"
+    # T: in the exchange, logits are divided by it; none is 3 with photographs and 1 otherwise
+    temperature: Positive | None = None
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
     batch_size: Count = 100  # B: images per step
 
@@ -309,9 +313,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     # images of a class per direction of its covariance that reveal="statistics" uploads; with few
     # images per direction, directions are nearly those of single images
     compression: Positive = 8.0
-    # what takes the place of embeddings with reveal="nothing": noise (Table 4), or public data
-    # (Section 3.2)
-    substitute: Literal["noise", "public"] = "noise"
+    # what takes the place of embeddings with reveal="nothing": noise (Table 4), public data
+    # (Section 3.2), or photographs: random crops of the two that ship with scikit-learn, which every
+    # party makes from a seed; with these two, no weights leave either
+    substitute: Literal["noise", "public", "photographs"] = "noise"
     # standard deviation of this noise; a large one makes the images differ; not given in the paper
     noise: Positive = 30.0
 
@@ -338,8 +343,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         super().__post_init__()
         if not self.inverts and self.embedding_loss:
             raise ConfigError(
-                "embedding_loss=True: it needs docking layers, which substitute='public' does not "
-                "use"
+                "embedding_loss=True: it needs docking layers, which "
+                f"substitute={self.substitute!r} does not use"
             )
         if self.mixture < 2:
             raise ConfigError(
@@ -362,7 +367,15 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     @property
     def inverts(self) -> bool:
         """Return whether the server decodes embeddings to images, using the clients' networks."""
-        return not self.needs_public_data
+        return self.reveal != "nothing" or self.substitute == "noise"
+
+    @property
+    def softness(self) -> float:
+        """Return the temperature of the exchange."""
+        if self.temperature is not None:
+            return self.temperature
+        photographs = self.reveal == "nothing" and self.substitute == "photographs"
+        return 3.0 if photographs else 1.0
 
     @property
     def embeds(self) -> bool:
@@ -487,6 +500,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         """
         if not self.inverts:
             sizes = {k: offer["examples"] for k, offer in offers.items()}
+            if self.substitute == "photographs":
+                return photograph_entry(t, sizes, int(torch.randint(2**31, ())), server.device)
             return public_entry(t, sizes, public_images(server), server.device)
         models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
         # From this seed, clients repeat the server's samples of the statistics.
@@ -661,7 +676,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
 
         Without `augmented` there is none.
         """
-        width = decoder_side(data.spec) if self.inverts else data.spec.width
+        width = data.spec.width if self.needs_public_data else decoder_side(data.spec)
         return data.augment.rescale(data.side, width) if self.augmented else Augment()
 
     def exchange_loss(
@@ -680,7 +695,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
                 student's docking layer.
         """
         student = model.logits(features)
-        loss = kl(target, student) if self.direction == "teacher" else kl(student, target)
+        teacher, learner = target, student
+        if self.direction == "student":
+            teacher, learner = student, target
+        loss = tempered_kl(self.softness, learner, teacher)
         if self.embedding_loss:
             embeddings, weight, bias = docked
             loss = loss + F.mse_loss(F.linear(features, weight, bias), embeddings)
