@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.core.images import Images, Spec
+from barter.core.seeds import stream_seed
 from barter.data.partition import Dirichlet
 from barter.models.grouped import use_group_norm
 from barter.models.zoo import build_network
@@ -52,7 +53,8 @@ FLOOR = 1e-2  # added to the variances of features before whitening, of the larg
 COUNTS_WEIGHT = 0.3  # weight of class counts in the release; sums of features have 1
 MOMENTS_WEIGHT = 1.0  # weight of the sum of x xᵀ
 BATCH = 500  # mean number of images in a step of DP-SGD
-STEPS = 100
+STEPS = 300
+HEAD_RATES = (4.0, 16.0, 64.0, 256.0)  # learning rates of the head, of which the best counts
 
 
 def gabor_filters() -> Tensor:
@@ -193,9 +195,7 @@ def head_by_sgd(
         errors = (rows @ weights.T + prior).softmax(1) - one_hot[chosen]
         norms = errors.norm(dim=1) * rows.norm(dim=1)
         gradient = (errors / norms.clamp(min=1.0)[:, None]).T @ rows
-        gradient += noise * torch.randn(
-            gradient.shape, generator=generator, dtype=gradient.dtype
-        )
+        gradient += noise * torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
         weights -= lr * gradient / (rate * len(x))
     return weights[:, :-1], weights[:, -1]
 
@@ -245,7 +245,7 @@ def measure(
     x, y, x_test, y_test = (data[name] for name in ("x", "y", "x_test", "y_test"))
     parts = split(y, alpha, seed)
     for epsilon in [*args.epsilon, math.inf]:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(stream_seed(seed, alpha, epsilon))
         releases = [Statistics.release(x[p], y[p], epsilon, generator) for p in parts]
         total = releases[0]
         for release in releases[1:]:
@@ -258,9 +258,10 @@ def measure(
         rate = BATCH / IMAGES
         noise = 0.0 if math.isinf(epsilon) else calibrate_step_noise(epsilon, DELTA, rate, STEPS)
         by_rate = []
-        for lr in (2.0, 8.0, 32.0):
+        for lr in HEAD_RATES:
             heads = [head_by_sgd(x[p], y[p], noise, lr, generator) for p in parts]
             by_rate.append(np.mean([accuracy(*head, x_test, y_test) for head in heads]))
+        sys.stderr.write(f"heads by learning rate: {np.round(by_rate, 4)}\n")
         yield "local: head by DP-SGD", epsilon, float(max(by_rate))
         if args.network:
             spec = Spec(1, 28, 28, CLASSES, (0.5,), (0.25,))

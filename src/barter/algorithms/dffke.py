@@ -31,7 +31,8 @@ effect of each field):
 - `whiten`: codes are whitened. Eq. 11 rewards only the separation of classes, so the decoder
   generated one image per class.
 - `reveal`: how much of its images a client offers, for clients that may not show them; the paper
-  has "images", and "nothing" with noise in place of embeddings (Table 4).
+  has "images", and "nothing" with noise in place of embeddings (Table 4). With crops of photographs
+  in their place, clients upload logits alone.
 - `parts`: clients also upload embeddings of parts of each image. A network averages positions away,
   so the decoder could not know them either.
 - `mixed`: batches hold images of all clients, because training on one client's batch after another
@@ -86,7 +87,7 @@ from barter.ops.embedding_models import (
 from barter.ops.ensemble import public_images
 from barter.ops.fit import Subject, adam, alternate, epoch_length, fit, join_subjects
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
-from barter.ops.photographs import check_photographs
+from barter.ops.photographs import prepare_photographs
 from barter.ops.shares import log_class_prior
 from barter.ops.transfer import (
     Entry,
@@ -109,6 +110,8 @@ from barter.ops.views import count_views, embed_all_views, parts_per_side
 
 __all__ = ["DFFKE", "DFFKEClient", "DFFKEServer"]
 
+# Teachers are nearly certain of what photographs show; the other classes of their answers teach too.
+PHOTOGRAPH_TEMPERATURE = 3.0
 DOCKING_WEIGHT_DECAY = 1e-3  # weight decay of the docking layers' Adam, as in the authors' code
 
 Tensors: TypeAlias = dict[int, Tensor]  # one tensor per client
@@ -193,6 +196,7 @@ PAPER_FIELDS: dict[str, object] = {
     "augmented": False,
     "cosine": False,
     "balanced": False,
+    "temperature": 1.0,
     "transfer": "decoder",
     # in place of embeddings
     "noise": 1.0,
@@ -207,13 +211,13 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     server_model = ServerModel("copies")
     crosses = {
         "learn": Crossing(
-            up="weights; what `reveal` allows of a share of the images: by default embeddings of "
-            "each image and of its parts, and labels",
+            up="weights, except with public images or photographs; what `reveal` allows of a share "
+            "of the images: by default embeddings of each image and of its parts, and labels",
         ),
         "train": Crossing(),
         "teach": Crossing(
-            down="synthetic images of all clients' data, or what they are decoded from",
-            up="logits on those of the client's own data",
+            down="synthetic images of all clients' data, or what they are decoded from, or made from",
+            up="logits on those of the client's own data, or on its share of the others",
         ),
         "exchange": Crossing(down="the other clients' logits"),
     }
@@ -252,8 +256,6 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     exchange_epochs: Count = 1
     # KL(teacher ‖ student) as in Eqs. 6 to 8, or the reverse as in Eqs. 13 and 14
     direction: Literal["teacher", "student"] = "teacher"
-    # T: in the exchange, logits are divided by it; none is 3 with photographs and 1 otherwise
-    temperature: Positive | None = None
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
     batch_size: Count = 100  # B: images per step
 
@@ -293,6 +295,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     # add the log class prior to logits in the cross entropy, so that networks do not learn the
     # local class frequencies; not in the paper
     balanced: bool = True
+    # in the exchange, logits are divided by it; none is 3 with photographs, otherwise 1 as in the
+    # paper
+    temperature: Positive | None = None
     # number of peers that a client learns from, sampled in each round; none is all
     peers: Count | None = None
     # transfer data: images that the server decodes, or decoder and codes with which clients decode
@@ -370,12 +375,16 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return self.reveal != "nothing" or self.substitute == "noise"
 
     @property
-    def softness(self) -> float:
-        """Return the temperature of the exchange."""
+    def crops_photographs(self) -> bool:
+        """Return whether transfer images are crops of photographs."""
+        return self.reveal == "nothing" and self.substitute == "photographs"
+
+    @property
+    def exchange_temperature(self) -> float:
+        """Return the temperature of the exchange, `temperature` or its default."""
         if self.temperature is not None:
             return self.temperature
-        photographs = self.reveal == "nothing" and self.substitute == "photographs"
-        return 3.0 if photographs else 1.0
+        return PHOTOGRAPH_TEMPERATURE if self.crops_photographs else 1.0
 
     @property
     def embeds(self) -> bool:
@@ -415,6 +424,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return 2 * n * (4 * numbers + 8) + rounds * WORD
 
     def round(self, server: DFFKEServer, clients: Clients, t: int) -> None:
+        if self.crops_photographs:
+            prepare_photographs(server.spec, server.device)
         federation = clients.only(clients[: max(1, round(self.collaboration * len(clients)))])
         clients.only(set(clients) - set(federation)).run(self.train)
         participants = federation.sample(self.fraction)
@@ -496,11 +507,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         """Make the transfer data of a round from the clients' offers (Eqs. 10-12).
 
         The entry holds decoded images, or what clients decode them from, or indices of public
-        images.
+        images, or the seed of crops of photographs.
         """
         if not self.inverts:
             sizes = {k: offer["examples"] for k, offer in offers.items()}
-            if self.substitute == "photographs":
+            if self.crops_photographs:
                 return photograph_entry(t, sizes, int(torch.randint(2**31, ())), server.device)
             return public_entry(t, sizes, public_images(server), server.device)
         models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
@@ -684,8 +695,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     ) -> Tensor:
         """Return the divergence from a peer's logits on a batch of its images (Eqs. 13 and 14).
 
-        It is KL(peer ‖ student) if `direction` is "teacher", otherwise KL(student ‖ peer). With
-        `embedding_loss` the mean squared error of docked embeddings is added.
+        It is KL(peer ‖ student) if `direction` is "teacher", otherwise KL(student ‖ peer), of logits
+        divided by the temperature and times its square. With `embedding_loss` the mean squared error
+        of docked embeddings is added.
 
         Args:
             model: The student, of which only the head is used.
@@ -698,7 +710,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         teacher, learner = target, student
         if self.direction == "student":
             teacher, learner = student, target
-        loss = tempered_kl(self.softness, learner, teacher)
+        loss = tempered_kl(self.exchange_temperature, learner, teacher)
         if self.embedding_loss:
             embeddings, weight, bias = docked
             loss = loss + F.mse_loss(F.linear(features, weight, bias), embeddings)

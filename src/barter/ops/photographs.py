@@ -18,7 +18,7 @@ from barter.core.errors import ConfigError
 from barter.core.images import Spec, channel_statistics
 from barter.models.generators import decoder_side
 
-__all__ = ["check_photographs", "photograph_images"]
+__all__ = ["photograph_images", "prepare_photographs"]
 
 SMALLEST = 32  # side of the smallest crops, in pixels of a photograph
 STRETCH = 4 / 3  # largest ratio of a crop's sides
@@ -26,29 +26,31 @@ FLAT = 0.05  # crops with a smaller standard deviation, of values from 0 to 1, k
 CONTRAST = (1.0, 3.0)  # smallest and largest standard deviation of a normalised crop
 BRIGHTNESS = 0.5  # largest mean of a normalised crop
 TINT = 0.3  # largest shift of a single channel
-MIXED = 1.0  # share of images with a box of another crop
 NUMBERS = 13  # random numbers per crop
-BOX_NUMBERS = 4  # random numbers per box
+BOX_NUMBERS = 3  # random numbers per box
+CHUNK = 4000  # images that are made at a time
 
 
-def check_photographs(spec: Spec) -> None:
-    """Raise if photographs cannot stand in for images of a task.
+def prepare_photographs(spec: Spec, device: torch.device) -> None:
+    """Load the photographs, so that processes that are forked later need not.
 
     Raises:
-        ConfigError: If the task's images are neither grey nor coloured.
+        ConfigError: If photographs cannot stand in for the task's images, which are neither grey nor
+            coloured.
     """
     if spec.channels not in (1, 3):
         raise ConfigError(
             f"substitute='photographs': the task's images have {spec.channels} channels, and a "
             "photograph has 1 (grey) or 3; use substitute='noise', or 'public' with data.public"
         )
+    _pyramids(device)
 
 
 def photograph_images(spec: Spec, index: Tensor, total: int, seed: int) -> Tensor:
     """Return some of a seed's images, as input of networks.
 
-    An image is a crop of a photograph, of random size, place, angle and colours, half of them with
-    a box of another such crop. They have the size of decoded images (`decoder_side`). The same
+    An image is a crop of a photograph of random size, place, angle and colours, with a box of
+    another such crop in it. They have the size of decoded images (`decoder_side`). The same
     seed gives the same images on every device, but for rounding.
 
     Args:
@@ -56,23 +58,11 @@ def photograph_images(spec: Spec, index: Tensor, total: int, seed: int) -> Tenso
         index: Which images, from 0 to total - 1.
         total: Number of images of the seed.
         seed: The seed.
-
-    Raises:
-        ConfigError: If the task's images are neither grey nor coloured.
     """
-    check_photographs(spec)
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.rand(total, 2 * NUMBERS + BOX_NUMBERS, generator=generator)
-    chosen = numbers.to(index.device)[index]
-    below, above, box = chosen.split([NUMBERS, NUMBERS, BOX_NUMBERS], 1)
-    side = decoder_side(spec)
-    inside = _box_mask(box, side)
-    images = torch.where(inside, _crop(above, side), _crop(below, side))
-    if spec.channels == 1:
-        images = images.mean(1, keepdim=True)
-    # Pixels stay between black and white.
-    mean, std = channel_statistics(spec, images.device)
-    images = images.clamp(-mean / std, (1 - mean) / std)
+    chunks = numbers.to(index.device)[index].split(CHUNK)
+    images = torch.cat([_crop_with_box(chunk, spec) for chunk in chunks])
     return images.contiguous(memory_format=torch.channels_last)
 
 
@@ -93,12 +83,24 @@ def _pyramids(device: torch.device) -> list[list[Tensor]]:
     return pyramids
 
 
+def _crop_with_box(numbers: Tensor, spec: Spec) -> Tensor:
+    """Return one normalised image per row of numbers."""
+    below, above, box = numbers.split([NUMBERS, NUMBERS, BOX_NUMBERS], 1)
+    side = decoder_side(spec)
+    images = torch.where(_box_mask(box, side), _crop(above, side), _crop(below, side))
+    if spec.channels == 1:
+        images = images.mean(1, keepdim=True)
+    # Pixels stay between black and white.
+    mean, std = channel_statistics(spec, images.device)
+    return images.clamp(-mean / std, (1 - mean) / std)
+
+
 def _crop(numbers: Tensor, side: int) -> Tensor:
     """Return one normalised crop (3, side, side) of a photograph per row of numbers."""
-    n = len(numbers)
     pyramids = _pyramids(numbers.device)
     height, width = pyramids[0][0].shape[-2:]
     pick, size, ratio, x, y, angle, flip, contrast, invert, light = numbers[:, :10].T
+    tints = numbers[:, 10:]
     # The crop's sides in pixels of the photograph, and its centre, which is at least half a crop
     # away from the edges.
     length = SMALLEST * torch.exp(size * math.log(height / SMALLEST))
@@ -107,7 +109,7 @@ def _crop(numbers: Tensor, side: int) -> Tensor:
     down = (length / stretch).clamp(max=height)
     left = across / 2 + x * (width - across)
     top = down / 2 + y * (height - down)
-    # Positions of the crop's pixels relative to its centre, turned by up to a quarter either way.
+    # Positions of the crop's pixels relative to its centre, turned by up to 90 degrees either way.
     ticks = (torch.arange(side, device=numbers.device) + 0.5) / side - 0.5
     turn = (angle - 0.5) * math.pi
     mirror = torch.where(flip < 0.5, -1.0, 1.0)
@@ -121,29 +123,28 @@ def _crop(numbers: Tensor, side: int) -> Tensor:
     # Large crops are read from small versions of the photograph, so that pixels are not skipped.
     level = (length / side).log2().round().long().clamp(0, len(pyramids[0]) - 1)
     photograph = (pick * len(pyramids)).long()
-    crops = numbers.new_empty(n, 3, side, side)
+    crops = numbers.new_empty(len(numbers), 3, side, side)
     for i, levels in enumerate(pyramids):
         for j, image in enumerate(levels):
-            rows_here = ((photograph == i) & (level == j)).nonzero()[:, 0]
-            if len(rows_here):
-                places = grid[rows_here].view(1, -1, side, 2)
-                found = F.grid_sample(
-                    image, places, padding_mode="reflection", align_corners=False
-                )
-                crops[rows_here] = found.view(3, -1, side, side).transpose(0, 1)
+            chosen = ((photograph == i) & (level == j)).nonzero()[:, 0]
+            if len(chosen):
+                places = grid[chosen].view(1, -1, side, 2)
+                found = F.grid_sample(image, places, padding_mode="reflection", align_corners=False)
+                crops[chosen] = found.view(3, -1, side, side).transpose(0, 1)
     crops = crops - crops.mean((1, 2, 3), keepdim=True)
-    crops = crops / crops.std((1, 2, 3), keepdim=True).clamp(min=FLAT)
+    deviation = crops.square().mean((1, 2, 3), keepdim=True).sqrt()
+    crops = crops / deviation.clamp(min=FLAT)
     low, high = CONTRAST
     sign = torch.where(invert < 0.5, -1.0, 1.0)
     factor = sign * (low + contrast * (high - low))
-    shift = TINT * (2 * numbers[:, 10:13] - 1) + BRIGHTNESS * (2 * light - 1)[:, None]
+    shift = TINT * (2 * tints - 1) + BRIGHTNESS * (2 * light - 1)[:, None]
     return factor[:, None, None, None] * crops + shift[:, :, None, None]
 
 
 def _box_mask(numbers: Tensor, side: int) -> Tensor:
-    """Return for each row which pixels (1, side, side) are in its box; none if it has no box."""
-    has_box, area, x, y = numbers.T
-    half = torch.where(has_box < MIXED, area.sqrt() / 2, 0.0)[:, None]
+    """Return for each row which pixels (1, side, side) are in its box."""
+    area, x, y = numbers.T
+    half = area.sqrt()[:, None] / 2
     ticks = (torch.arange(side, device=numbers.device) + 0.5) / side
     columns = (ticks - x[:, None]).abs() < half
     rows = (ticks - y[:, None]).abs() < half
