@@ -61,7 +61,7 @@ def photograph_images(spec: Spec, index: Tensor, total: int, seed: int) -> Tenso
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.rand(total, 2 * NUMBERS + BOX_NUMBERS, generator=generator)
-    chunks = numbers.to(index.device)[index].split(CHUNK)
+    chunks = torch.split(numbers.to(index.device)[index], CHUNK)
     images = torch.cat([_crop_with_box(chunk, spec) for chunk in chunks])
     return images.contiguous(memory_format=torch.channels_last)
 
@@ -85,7 +85,7 @@ def _pyramids(device: torch.device) -> list[list[Tensor]]:
 
 def _crop_with_box(numbers: Tensor, spec: Spec) -> Tensor:
     """Return one normalised image per row of numbers."""
-    below, above, box = numbers.split([NUMBERS, NUMBERS, BOX_NUMBERS], 1)
+    below, above, box = torch.split(numbers, [NUMBERS, NUMBERS, BOX_NUMBERS], 1)
     side = decoder_side(spec)
     images = torch.where(_box_mask(box, side), _crop(above, side), _crop(below, side))
     if spec.channels == 1:
@@ -138,7 +138,8 @@ def _crop(numbers: Tensor, side: int) -> Tensor:
     sign = torch.where(invert < 0.5, -1.0, 1.0)
     factor = sign * (low + contrast * (high - low))
     shift = TINT * (2 * tints - 1) + BRIGHTNESS * (2 * light - 1)[:, None]
-    return factor[:, None, None, None] * crops + shift[:, :, None, None]
+    normalised: Tensor = factor[:, None, None, None] * crops + shift[:, :, None, None]
+    return normalised
 
 
 def _box_mask(numbers: Tensor, side: int) -> Tensor:
@@ -148,4 +149,5 @@ def _box_mask(numbers: Tensor, side: int) -> Tensor:
     ticks = (torch.arange(side, device=numbers.device) + 0.5) / side
     columns = (ticks - x[:, None]).abs() < half
     rows = (ticks - y[:, None]).abs() < half
-    return (rows[:, :, None] & columns[:, None, :])[:, None]
+    inside: Tensor = rows[:, None, :, None] & columns[:, None, None, :]
+    return inside

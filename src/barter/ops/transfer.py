@@ -107,7 +107,7 @@ def photograph_entry(
         device: Device of the entry.
     """
     index = torch.arange(sum(sizes.values()), device=device)
-    codes = dict(zip(sizes, index.split(list(sizes.values())), strict=True))
+    codes = dict(zip(sizes, torch.split(index, list(sizes.values())), strict=True))
     return {"round": round_number, "codes": codes, "decoder": {}, "seed": seed}
 
 
