@@ -34,7 +34,7 @@ def test_any_part_can_be_made_in_any_order(monkeypatch: pytest.MonkeyPatch) -> N
     index = torch.tensor([40, 3, 3, 17])
     assert torch.allclose(photograph_images(GREY, index, 50, seed=1), every[index], atol=1e-5)
     assert photograph_images(GREY, index[:0], 50, seed=1).shape == (0, 1, 8, 8)
-    monkeypatch.setattr(photographs, "CHUNK", 7)
+    monkeypatch.setattr(photographs, "CROP_CHUNK", 7)
     assert torch.allclose(photograph_images(GREY, torch.arange(50), 50, seed=1), every, atol=1e-5)
 
 

@@ -22,13 +22,14 @@ __all__ = ["photograph_images", "prepare_photographs"]
 
 SMALLEST = 32  # side of the smallest crops, in pixels of a photograph
 STRETCH = 4 / 3  # largest ratio of a crop's sides
-FLAT = 0.05  # crops with a smaller standard deviation, of values from 0 to 1, keep less contrast
+# Crops with a smaller standard deviation, of values from 0 to 1, keep less contrast.
+FLAT_DEVIATION = 0.05
 CONTRAST = (1.0, 3.0)  # smallest and largest standard deviation of a normalised crop
 BRIGHTNESS = 0.5  # largest mean of a normalised crop
 TINT = 0.3  # largest shift of a single channel
 NUMBERS = 13  # random numbers per crop
 BOX_NUMBERS = 3  # random numbers per box
-CHUNK = 4000  # images that are made at a time
+CROP_CHUNK = 4000  # images that are made at a time
 
 
 def prepare_photographs(spec: Spec, device: torch.device) -> None:
@@ -61,7 +62,7 @@ def photograph_images(spec: Spec, index: Tensor, total: int, seed: int) -> Tenso
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.rand(total, 2 * NUMBERS + BOX_NUMBERS, generator=generator)
-    chunks = torch.split(numbers.to(index.device)[index], CHUNK)
+    chunks = torch.split(numbers.to(index.device)[index], CROP_CHUNK)
     images = torch.cat([_crop_with_box(chunk, spec) for chunk in chunks])
     return images.contiguous(memory_format=torch.channels_last)
 
@@ -133,7 +134,7 @@ def _crop(numbers: Tensor, side: int) -> Tensor:
                 crops[chosen] = found.view(3, -1, side, side).transpose(0, 1)
     crops = crops - crops.mean((1, 2, 3), keepdim=True)
     deviation = crops.square().mean((1, 2, 3), keepdim=True).sqrt()
-    crops = crops / deviation.clamp(min=FLAT)
+    crops = crops / deviation.clamp(min=FLAT_DEVIATION)
     low, high = CONTRAST
     sign = torch.where(invert < 0.5, -1.0, 1.0)
     factor = sign * (low + contrast * (high - low))
