@@ -19,6 +19,7 @@ from barter.algorithms import dffke
 from barter.algorithms.dffke import DFFKEClient, DFFKEServer, augment_and_resize
 from barter.core.images import Augment, Images, Spec
 from barter.core.payload import isolate, nbytes
+from barter.ops.distill import kl
 from barter.ops.fit import Trainer
 from barter.ops.inversion import decoded_inversion_loss
 from barter.ops.transfer import Lesson, distribute_lessons
@@ -285,6 +286,7 @@ CHANGES: list[dict[str, Any]] = [
     {"weight_decay": 1e-2},
     {"reveal": "nothing"},
     {"direction": "student"},
+    {"temperature": 2.0},
     {"discrepancy": "mae"},
     {"discrepancy": "kl"},
     {"discrepancy": "mse"},
@@ -352,6 +354,26 @@ def test_the_papers_preset_is_the_paper() -> None:
     )
 
 
+def test_logits_are_divided_by_a_temperature_that_photographs_raise() -> None:
+    student, teacher = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])
+
+    class Head:
+        logits = staticmethod(lambda features: features)
+
+    def loss(**changes: Any) -> float:
+        return float(DFFKE(**changes).exchange_loss(Head(), student, teacher))  # type: ignore[arg-type]
+
+    def divergence(p: Tensor, q: Tensor, t: float) -> float:
+        return float(t**2 * kl(p / t, q / t))
+
+    photographs: dict[str, Any] = {"reveal": "nothing", "substitute": "photographs"}
+    assert loss() == divergence(teacher, student, 1.0)
+    assert loss(temperature=2.0, direction="student") == divergence(student, teacher, 2.0)
+    assert loss(**photographs) == divergence(teacher, student, 3.0)
+    assert loss(substitute="photographs") == loss(), "which nobody uses with reveal='images'"
+    assert loss(**photographs, temperature=1.0) == loss()
+
+
 def test_without_sizes_of_their_own_all_phases_have_that_of_local_training() -> None:
     same_size = {"later_epochs": None, "decoder_batch": None, "batch_size": 20}
     spelled = {"later_epochs": 2, "decoder_batch": 20, "batch_size": 20}
@@ -385,6 +407,8 @@ def test_transfer_images_are_shifted_by_as_much_as_private_ones() -> None:
     assert DFFKE(reveal="nothing", substitute="public").augment(data) == Augment(16, flip=True), (
         "and of the 128 of public images"
     )
+    photographs = DFFKE(reveal="nothing", substitute="photographs")
+    assert photographs.augment(data) == Augment(4, flip=True), "which crops have, too"
     assert DFFKE(augmented=False).augment(data) == Augment()
 
 

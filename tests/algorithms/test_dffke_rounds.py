@@ -251,6 +251,38 @@ def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None
         tiny("dffke", reveal="nothing", substitute="public", embedding_loss=True)
 
 
+def test_crops_of_photographs_take_the_place_of_all_but_logits() -> None:
+    experiment, records = exchanged(2, reveal="nothing", substitute="photographs")
+    clients = experiment.engine.clients
+    shared = {k: max(2, -(-len(c.data) // 10)) for k, c in clients.items()}
+    total = sum(shared.values())
+    assert not records[1].failures
+    assert records[0].bytes["learn"]["up"] == 3 * 8, "how many images"
+    assert records[0].bytes["teach"]["down"] == 3 * (8 + 8 + total * 8), "a seed and numbers"
+    assert records[0].bytes["teach"]["up"] == 3 * 8 + total * 10 * 4
+    entries = clients[0].buffer
+    codes = [entry["codes"][1] for entry in entries]
+    assert torch.equal(codes[0], torch.arange(shared[0], shared[0] + shared[1]))
+    first, second = (
+        transfer_images(clients[0], entry, 1, own)
+        for entry, own in zip(entries, codes, strict=True)
+    )
+    assert torch.equal(first, transfer_images(clients[2], entries[0], 1, codes[0])), "for everybody"
+    assert not torch.equal(first, second), "new ones in each round"
+    with pytest.raises(ConfigError, match="substitute='photographs' does not use"):
+        tiny("dffke", reveal="nothing", substitute="photographs", embedding_loss=True)
+
+
+def test_photographs_do_not_stand_in_for_images_of_two_channels() -> None:
+    x, y, x_test, y_test = few_digits()
+    two_channels = (x.repeat(1, 2, 1, 1), y, x_test.repeat(1, 2, 1, 1), y_test)
+    experiment = perceptrons(
+        tiny("dffke", reveal="nothing", substitute="photographs"), data=Data(source=two_channels)
+    )
+    with pytest.raises(ConfigError, match="2 channels"):
+        list(experiment.rounds(1))
+
+
 @pytest.mark.parametrize("whiten", [0.0, 0.01])
 def test_docking_layers_are_kept_over_rounds(whiten: float) -> None:
     experiment, _ = exchanged(1, whiten=whiten)

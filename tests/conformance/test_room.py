@@ -22,6 +22,7 @@ NOISY = Privacy(
 VARIANTS: list[tuple[str, str, dict[str, Any], float]] = [
     ("dffke", "teach", {"memory": 0, "reveal": "nothing", "substitute": "public"}, 5),
     ("dffke", "teach", {"memory": 1, "reveal": "nothing"}, 3),
+    ("dffke", "teach", {"memory": 1, "reveal": "nothing", "substitute": "photographs"}, 3),
     ("dffke", "teach", {"embedding_loss": True, "fraction": 0.7, "transfer": "decoder"}, 3),
     (
         "dffke",

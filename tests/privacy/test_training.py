@@ -257,8 +257,19 @@ def test_methods_that_train_by_fit_alone(name: str) -> None:
     assert (experiment.privacy().epsilon > 0) == (name != "local"), "nothing leaves there"
 
 
-def test_dffke_that_shows_no_images() -> None:
-    quiet = tiny("dffke", reveal="nothing", local_review=False, balanced=False, later_epochs=0)
+@pytest.mark.parametrize(
+    ("substitute", "parts"),
+    [("noise", {"learn.weights", "teach.logits"}), ("photographs", {"teach.logits"})],
+)
+def test_dffke_that_shows_no_images(substitute: str, parts: set[str]) -> None:
+    quiet = tiny(
+        "dffke",
+        reveal="nothing",
+        substitute=substitute,
+        local_review=False,
+        balanced=False,
+        later_epochs=0,
+    )
     once = Privacy(training="clip=1 noise=1", epsilon=20)
     experiment = small_federation(quiet, privacy=once, rounds=2)
     first, second = experiment.rounds(2)
@@ -267,7 +278,8 @@ def test_dffke_that_shows_no_images() -> None:
     )
     statement = experiment.privacy()
     assert math.isfinite(statement.epsilon)
-    assert {row.part for row in statement.rows} >= {"learn.weights", "teach.logits"}
+    found = {row.part for row in statement.rows}
+    assert found & {"learn.weights", "learn.embeddings", "teach.logits"} == parts
 
 
 @pytest.mark.parametrize("name", ["dffke", "fedproto", "central", "dense", "heterofl", "fedaf"])

@@ -31,7 +31,8 @@ effect of each field):
 - `whiten`: codes are whitened. Eq. 11 rewards only the separation of classes, so the decoder
   generated one image per class.
 - `reveal`: how much of its images a client offers, for clients that may not show them; the paper
-  has "images", and "nothing" with noise in place of embeddings (Table 4).
+  has "images", and "nothing" with noise in place of embeddings (Table 4). With crops of photographs
+  in their place, clients upload logits alone.
 - `parts`: clients also upload embeddings of parts of each image. A network averages positions away,
   so the decoder could not know them either.
 - `mixed`: batches hold images of all clients, because training on one client's batch after another
@@ -72,7 +73,7 @@ from barter.core.payload import State, nbytes
 from barter.core.robust import Aggregate
 from barter.core.seeds import stream_seed
 from barter.models.generators import decoder_side, resize_images
-from barter.ops.distill import kl
+from barter.ops.distill import tempered_kl
 from barter.ops.docking import unify
 from barter.ops.embedding_models import (
     ClassGaussians,
@@ -86,6 +87,7 @@ from barter.ops.embedding_models import (
 from barter.ops.ensemble import public_images
 from barter.ops.fit import Subject, adam, alternate, epoch_length, fit, join_subjects
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
+from barter.ops.photographs import prepare_photographs
 from barter.ops.shares import log_class_prior
 from barter.ops.transfer import (
     Entry,
@@ -96,6 +98,7 @@ from barter.ops.transfer import (
     distribute_lessons,
     entry_images,
     newest_entries,
+    photograph_entry,
     prepare_lesson,
     public_entry,
     statistics_entry,
@@ -107,6 +110,8 @@ from barter.ops.views import count_views, embed_all_views, parts_per_side
 
 __all__ = ["DFFKE", "DFFKEClient", "DFFKEServer"]
 
+# Teachers are nearly certain of what photographs show; the other classes of their answers teach too.
+PHOTOGRAPH_TEMPERATURE = 3.0
 DOCKING_WEIGHT_DECAY = 1e-3  # weight decay of the docking layers' Adam, as in the authors' code
 
 Tensors: TypeAlias = dict[int, Tensor]  # one tensor per client
@@ -191,6 +196,7 @@ PAPER_FIELDS: dict[str, object] = {
     "augmented": False,
     "cosine": False,
     "balanced": False,
+    "temperature": 1.0,
     "transfer": "decoder",
     # in place of embeddings
     "noise": 1.0,
@@ -205,13 +211,13 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     server_model = ServerModel("copies")
     crosses = {
         "learn": Crossing(
-            up="weights; what `reveal` allows of a share of the images: by default embeddings of "
-            "each image and of its parts, and labels",
+            up="weights, except with public images or photographs; what `reveal` allows of a share "
+            "of the images: by default embeddings of each image and of its parts, and labels",
         ),
         "train": Crossing(),
         "teach": Crossing(
-            down="synthetic images of all clients' data, or what they are decoded from",
-            up="logits on those of the client's own data",
+            down="synthetic images of all clients' data, or what they are decoded from, or made from",
+            up="logits on those of the client's own data, or on its share of the others",
         ),
         "exchange": Crossing(down="the other clients' logits"),
     }
@@ -289,6 +295,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     # add the log class prior to logits in the cross entropy, so that networks do not learn the
     # local class frequencies; not in the paper
     balanced: bool = True
+    # in the exchange, logits are divided by it; none is 3 with photographs, otherwise 1 as in the
+    # paper
+    temperature: Positive | None = None
     # number of peers that a client learns from, sampled in each round; none is all
     peers: Count | None = None
     # transfer data: images that the server decodes, or decoder and codes with which clients decode
@@ -309,9 +318,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     # images of a class per direction of its covariance that reveal="statistics" uploads; with few
     # images per direction, directions are nearly those of single images
     compression: Positive = 8.0
-    # what takes the place of embeddings with reveal="nothing": noise (Table 4), or public data
-    # (Section 3.2)
-    substitute: Literal["noise", "public"] = "noise"
+    # what takes the place of embeddings with reveal="nothing": noise (Table 4), public data
+    # (Section 3.2), or photographs: random crops of the two that ship with scikit-learn, which every
+    # party makes from a seed; with these two, no weights leave either
+    substitute: Literal["noise", "public", "photographs"] = "noise"
     # standard deviation of this noise; a large one makes the images differ; not given in the paper
     noise: Positive = 30.0
 
@@ -338,8 +348,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         super().__post_init__()
         if not self.inverts and self.embedding_loss:
             raise ConfigError(
-                "embedding_loss=True: it needs docking layers, which substitute='public' does not "
-                "use"
+                "embedding_loss=True: it needs docking layers, which "
+                f"substitute={self.substitute!r} does not use"
             )
         if self.mixture < 2:
             raise ConfigError(
@@ -362,7 +372,19 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     @property
     def inverts(self) -> bool:
         """Return whether the server decodes embeddings to images, using the clients' networks."""
-        return not self.needs_public_data
+        return self.reveal != "nothing" or self.substitute == "noise"
+
+    @property
+    def crops_photographs(self) -> bool:
+        """Return whether transfer images are crops of photographs."""
+        return self.reveal == "nothing" and self.substitute == "photographs"
+
+    @property
+    def exchange_temperature(self) -> float:
+        """Return the temperature of the exchange, `temperature` or its default."""
+        if self.temperature is not None:
+            return self.temperature
+        return PHOTOGRAPH_TEMPERATURE if self.crops_photographs else 1.0
 
     @property
     def embeds(self) -> bool:
@@ -402,6 +424,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return 2 * n * (4 * numbers + 8) + rounds * WORD
 
     def round(self, server: DFFKEServer, clients: Clients, t: int) -> None:
+        if self.crops_photographs:
+            prepare_photographs(server.spec, server.device)
         federation = clients.only(clients[: max(1, round(self.collaboration * len(clients)))])
         clients.only(set(clients) - set(federation)).run(self.train)
         participants = federation.sample(self.fraction)
@@ -483,10 +507,12 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         """Make the transfer data of a round from the clients' offers (Eqs. 10-12).
 
         The entry holds decoded images, or what clients decode them from, or indices of public
-        images.
+        images, or the seed of crops of photographs.
         """
         if not self.inverts:
             sizes = {k: offer["examples"] for k, offer in offers.items()}
+            if self.crops_photographs:
+                return photograph_entry(t, sizes, int(torch.randint(2**31, ())), server.device)
             return public_entry(t, sizes, public_images(server), server.device)
         models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
         # From this seed, clients repeat the server's samples of the statistics.
@@ -661,7 +687,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
 
         Without `augmented` there is none.
         """
-        width = decoder_side(data.spec) if self.inverts else data.spec.width
+        width = data.spec.width if self.needs_public_data else decoder_side(data.spec)
         return data.augment.rescale(data.side, width) if self.augmented else Augment()
 
     def exchange_loss(
@@ -669,8 +695,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     ) -> Tensor:
         """Return the divergence from a peer's logits on a batch of its images (Eqs. 13 and 14).
 
-        It is KL(peer ‖ student) if `direction` is "teacher", otherwise KL(student ‖ peer). With
-        `embedding_loss` the mean squared error of docked embeddings is added.
+        It is KL(peer ‖ student) if `direction` is "teacher", otherwise KL(student ‖ peer), of logits
+        divided by the temperature and times its square. With `embedding_loss` the mean squared error
+        of docked embeddings is added.
 
         Args:
             model: The student, of which only the head is used.
@@ -680,7 +707,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
                 student's docking layer.
         """
         student = model.logits(features)
-        loss = kl(target, student) if self.direction == "teacher" else kl(student, target)
+        teacher, learner = target, student
+        if self.direction == "student":
+            teacher, learner = student, target
+        loss = tempered_kl(self.exchange_temperature, learner, teacher)
         if self.embedding_loss:
             embeddings, weight, bias = docked
             loss = loss + F.mse_loss(F.linear(features, weight, bias), embeddings)

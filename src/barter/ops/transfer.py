@@ -19,6 +19,7 @@ from barter.core.seeds import stream_seed
 from barter.models.generators import Decoder
 from barter.ops import views
 from barter.ops.embedding_models import ClassGaussians, sample_embeddings, sample_labels_and_noise
+from barter.ops.photographs import photograph_images
 
 __all__ = [
     "Entry",
@@ -32,6 +33,7 @@ __all__ = [
     "distribute_lessons",
     "entry_images",
     "newest_entries",
+    "photograph_entry",
     "prepare_lesson",
     "public_entry",
     "sample_codes",
@@ -48,13 +50,13 @@ class Entry(TypedDict):
 
     round: int
     # By client: images (n, C, H, W), codes of each image's views (n, V, h), or indices: into the
-    # public data, or of samples of the client's Gaussians.
+    # public data, of samples of the client's Gaussians, or of the seed's crops of photographs.
     codes: Annotated[dict[int, Tensor], Content("images")]
     decoder: State  # decodes codes to images; empty if the entry holds none
     # By client: models from which embeddings are sampled, and layers that map these to codes.
     gaussians: NotRequired[dict[int, ClassGaussians]]
     docking: NotRequired[dict[int, State]]
-    seed: NotRequired[int]  # of the samples
+    seed: NotRequired[int]  # of the samples or crops
 
 
 class Targets(TypedDict):
@@ -89,6 +91,24 @@ def public_entry(
     """
     codes = {k: torch.randint(len(public), (n,), device=device) for k, n in sizes.items()}
     return {"round": round_number, "codes": codes, "decoder": {}}
+
+
+def photograph_entry(
+    round_number: int, sizes: Mapping[int, int], seed: int, device: torch.device
+) -> Entry:
+    """Return an entry from which every client makes the same crops of photographs.
+
+    Its codes number the crops of all clients, and its decoder is empty.
+
+    Args:
+        round_number: The round.
+        sizes: Number of images by client.
+        seed: The seed of the crops.
+        device: Device of the entry.
+    """
+    index = torch.arange(sum(sizes.values()), device=device)
+    codes = dict(zip(sizes, torch.split(index, list(sizes.values())), strict=True))
+    return {"round": round_number, "codes": codes, "decoder": {}, "seed": seed}
 
 
 def statistics_entry(
@@ -132,7 +152,8 @@ def entry_images(
     """Return the transfer images of some of a client's codes.
 
     Codes of four axes are images already. Codes of one axis are indices: of samples where the entry
-    has Gaussians, otherwise of public images. All others are decoded by the entry's decoder.
+    has Gaussians, of crops of photographs where it has a seed alone, otherwise of public images. All
+    others are decoded by the entry's decoder.
 
     Args:
         entry: The round's entry.
@@ -147,6 +168,9 @@ def entry_images(
         codes = sample_codes(entry, owner, codes)
     if entry["decoder"]:
         return decode_images(entry["decoder"], spec, codes)
+    if "seed" in entry:
+        total = sum(map(len, entry["codes"].values()))
+        return photograph_images(spec, codes, total, entry["seed"])
     assert public is not None
     return public.batch(codes)
 
