@@ -153,17 +153,24 @@ def flower_calls() -> Table:
     return table
 
 
-def flower_rounds(file: str) -> Table:
+def flower_rounds(file: str, polling: str | None = None) -> Table:
     """Return the seconds of a round in one process and on Flower.
 
     Args:
         file: The stored measurement.
+        polling: A stored measurement of barter without held polls, which is shown beside it.
     """
     table = [["clients", "a round in one process", "on Flower", "ratio"]]
+    others = stored(polling)["rounds"] if polling else {}
+    if polling:
+        table[0].append("on Flower, by polling")
     for clients, seconds in stored(file)["rounds"].items():
         ratio = seconds["flower"] / seconds["local"]
         shown = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
-        table.append([clients, f"{seconds['local']:.2f} s", f"{seconds['flower']:.1f} s", shown])
+        row = [clients, f"{seconds['local']:.2f} s", f"{seconds['flower']:.1f} s", shown]
+        if polling:
+            row.append(f"{others[clients]['flower']:.1f} s")
+        table.append(row)
     return table
 
 
@@ -263,7 +270,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "overhead-methods": overhead,
     "overhead-protection": protection,
     "flower-calls": flower_calls,
-    "flower-rounds": lambda: flower_rounds("flower-polling.json"),
+    "flower-rounds": lambda: flower_rounds("flower.json", "flower-polling.json"),
     "flower-rounds-supernode": lambda: flower_rounds("flower-supernode.json"),
     "flower-megabytes": flower_megabytes,
     "flower-memory": flower_memory,
