@@ -15,7 +15,7 @@ RUN python -m venv /opt/barter
 ENV PATH=/opt/barter/bin:$PATH
 WORKDIR /src
 COPY constraints.txt ./
-# Torch first: it is large and seldom changes, so that its layer is reused.
+# Install torch first: it is large and seldom changes, so rebuilds reuse its layer.
 RUN pip install --no-cache-dir --index-url "https://download.pytorch.org/whl/${TORCH}" \
         "$(grep '^torch==' constraints.txt)" "$(grep '^torchvision==' constraints.txt)"
 COPY pyproject.toml README.md LICENSE ./
@@ -33,7 +33,7 @@ RUN apt-get update \
     && mkdir /work \
     && chown barter:barter /work
 COPY --from=build /opt/barter /opt/barter
-# With --user there is no home of its own, so the mounted folder is it.
+# A user given by --user has no home directory, so caches and settings go to the mounted folder.
 ENV PATH=/opt/barter/bin:$PATH \
     HOME=/work \
     NVIDIA_VISIBLE_DEVICES=all \

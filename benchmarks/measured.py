@@ -139,17 +139,22 @@ def protection() -> Table:
 
 def flower_calls() -> Table:
     """Return the seconds of an empty call, by the number of sites."""
-    heading = ["sites", "barter's node", "CPU s", "of which SuperLink", "by polling"]
-    table = [[*heading, "Flower's SuperNode"]]
-    polling = stored("flower-polling.json")["nodes"]
+    table = [["sites", "barter's node", "CPU s", "of which SuperLink", "Flower's SuperNode"]]
+    earlier = stored("flower-polling.json")["nodes"]
     for sites, call in stored("flower.json")["nodes"].items():
         cpu = call["barter_cpu"]
-        before = polling[sites]
-        other = before.get("flower")
+        other = earlier[sites].get("flower")
         cells = [f"{call['barter']:.2f} s", f"{sum(cpu.values()):.2f}", f"{cpu['SuperLink']:.2f}"]
-        table.append(
-            [sites, *cells, f"{before['barter']:.2f} s", f"{other:.1f} s" if other else ""]
-        )
+        table.append([sites, *cells, f"{other:.1f} s" if other else ""])
+    return table
+
+
+def flower_calls_polling() -> Table:
+    """Return the seconds of an empty call with and without held polls, by the number of sites."""
+    table = [["sites", "polls are held", "by polling"]]
+    held = stored("flower.json")["nodes"]
+    for sites, call in stored("flower-polling.json")["nodes"].items():
+        table.append([sites, f"{held[sites]['barter']:.2f} s", f"{call['barter']:.2f} s"])
     return table
 
 
@@ -270,7 +275,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "overhead-methods": overhead,
     "overhead-protection": protection,
     "flower-calls": flower_calls,
-    "flower-rounds": lambda: flower_rounds("flower.json", "flower-polling.json"),
+    "flower-calls-polling": flower_calls_polling,
+    "flower-rounds": lambda: flower_rounds("flower.json"),
+    "flower-rounds-polling": lambda: flower_rounds("flower.json", "flower-polling.json"),
     "flower-rounds-supernode": lambda: flower_rounds("flower-supernode.json"),
     "flower-megabytes": flower_megabytes,
     "flower-memory": flower_memory,

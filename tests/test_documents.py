@@ -74,7 +74,7 @@ def test_the_chooser_shows_what_was_measured() -> None:
     for section in sections:
         model = "server" if "*Global* is the server's model" in section else "global"
         rows = re.findall(
-            r"^\| \[(\w+)\]\S+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+ \w+) \|", section, re.M
+            r"^\| \[(\w+)\][^|]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+ \w+) \|", section, re.M
         )
         for name, shown_global, shown_local, shown_bytes in rows:
             curves = runs[name]

@@ -12,6 +12,10 @@ from barter.cli.app import main
 
 MISTAKES = {
     "foo": "No such command 'foo'.",
+    "show algorithms": (
+        "No such command 'algorithms'. `barter list algorithms` lists them. "
+        "Did you mean 'algorithm'?"
+    ),
     "run --threads x": "Invalid value for '--threads': 'x' is not a whole number of at least 1.",
     "run --threads 0": "Invalid value for '--threads': '0' is not a whole number of at least 1.",
     "show images a --columns 101": (

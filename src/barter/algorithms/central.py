@@ -1,4 +1,4 @@
-"""Central training: all data in one place, as an upper bound for federations.
+"""Central training: all data in one place, as a reference for federations.
 
 Every client uploads its images and trains its own architecture on the pooled images of all clients.
 The byte counts show what that would cost: the private data itself crosses the wire, in every round.

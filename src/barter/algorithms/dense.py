@@ -11,9 +11,9 @@ The server then repeats, `passes` times:
 
 Differences from the paper:
 
-- One round is all that the method needs. In further rounds the server continues with both steps.
-  Only clients that have not uploaded a model yet, because they failed or were not sampled, are
-  asked for one.
+- The method needs a single round. In further rounds the server continues with both steps. Only
+  clients that have not uploaded a model yet, because they failed or were not sampled, are asked for
+  one.
 - Gradients of the third term flow through both predictions, as in the authors' code. There the
   student normalises by its batch in this term; here by its running statistics.
 - `pool`: images are stored as bytes, as in the code's files; the newest `pool` of them are kept.

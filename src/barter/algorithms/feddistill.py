@@ -6,8 +6,8 @@ No weights are exchanged, and networks may have any architecture.
 One round:
 
 1. Each client receives, for every class, the mean prediction of the other clients.
-2. It trains on its own data with cross entropy and, γ times, with cross entropy to the others' mean
-   prediction for the image's class.
+2. It trains on its own data. Its loss is the cross entropy with the label plus γ times the cross
+   entropy with the others' mean prediction for the image's class.
 3. It uploads the mean prediction of its trained network for each of its classes.
 
 Differences from the paper:
@@ -15,7 +15,7 @@ Differences from the paper:
 - The paper averages predictions during training; here they are those of the trained network on its
   own images, as in other implementations.
 - Probabilities are averaged. HtFLlib uses raw logits as targets of a cross entropy, which has no
-  minimum: it diverges.
+  minimum, so training diverges.
 - `gamma`: the paper does not give γ; 1 is HtFLlib's.
 - The paper's augmentation (FAug) is a separate method and not implemented.
 """

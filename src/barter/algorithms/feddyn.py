@@ -6,9 +6,10 @@ the sum of their losses instead of each to its own.
 
 One round:
 
-1. Sampled clients receive w_cloud and α_i.
-2. A client minimises F_i(w) + α_i/2 ‖w - (w_cloud - h_i)‖², which is the paper's objective with
-   h_i = -∇F_i/α_i. Then it adds w_i - w_cloud to h_i and uploads w_i.
+1. Sampled clients receive the server's weights w_cloud and the weight α_i of their regulariser.
+2. A client minimises F_i(w) + α_i/2 ‖w - (w_cloud - h_i)‖², where F_i is its loss and h_i its
+   accumulated drift. This is the paper's objective with h_i = -∇F_i/α_i. Then the client adds w_i -
+   w_cloud to h_i and uploads its trained weights w_i.
 3. The server updates h, the mean of all clients' h_i, and sets w_cloud to the mean of the trained
    models plus h.
 

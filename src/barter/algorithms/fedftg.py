@@ -1,7 +1,7 @@
 """FedFTG: Zhang et al., "Fine-tuning Global Model via Data-Free Knowledge Distillation for Non-IID Federated Learning",
 CVPR 2022, Algorithm 1 (arXiv:2203.09249).
 
-FedAvg, after which the server fine-tunes the average.
+After FedAvg's averaging, the server fine-tunes the average.
 
 One round:
 
@@ -9,15 +9,15 @@ One round:
 2. The server averages the weights.
 3. In turn, a generator learns to find images on which the average differs most from the clients'
    models (hard samples), and the average learns the clients' predictions on them. Labels are
-   sampled by their frequency, and a client is weighted for an image by its share of the images of
-   the label (class-level ensemble).
+   sampled by their frequency. For each image, a client's prediction is weighted by the client's
+   share of all images with that label (class-level ensemble).
 
 Differences from the paper:
 
 - `global_lr`: the authors' code divides the average's loss by the number of classes, this does not;
   0.01 is the code's 0.1 over 10.
 - The code multiplies the mean cross entropy by a client's mean weight, so that a client that never
-  saw a label has a say in it all the same. Here each image is weighted, as in the paper.
+  saw a label still influences it. Here each image is weighted, as in the paper.
 - `generator_steps`: the generator's loss is summed over the clients in one step; the code takes a
   step for each client. Noise and labels are sampled anew in each step, in the code once for all
   steps of an iteration.

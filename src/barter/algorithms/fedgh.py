@@ -5,7 +5,7 @@ One round:
 
 1. Sampled clients train with the shared head and upload their prototypes: the mean features of each
    of their classes.
-2. The server trains the head on all prototypes. So it has seen all classes and all clients'
+2. The server trains the head on all prototypes. The head has then seen all classes and all clients'
    features.
 3. All clients receive the head, and their next training starts from it.
 
@@ -15,7 +15,7 @@ Differences from the paper:
   HtFLlib, it passes over them many times here, in batches. The authors' published code takes those
   steps with the clients' optimizer, so that its head never changes.
 - In the first round clients have their own untrained heads and the server's is a new one, as in the
-  authors' code. HtFLlib's clients all start with the first client's.
+  authors' code. In HtFLlib all clients start with the first client's head.
 - `global` and `local` are accuracies of networks after local training, with the heads they trained,
   as the authors measure. HtFLlib evaluates with the server's head: `shared_global` and
   `shared_local`.

@@ -18,9 +18,9 @@ One round:
 Differences from the paper:
 
 - The sum of cross entropies by which the distillation terms are divided is a constant in the
-  gradient. If gradients flowed through it, as in the authors' code and in HtFLlib, a network would
-  gain by being wrong. Gradients do not flow into the other network's predictions either; features
-  approach each other from both sides.
+  gradient. If gradients flowed through it, as in the authors' code and in HtFLlib, a network could
+  lower its loss by predicting worse. Gradients do not flow into the other network's predictions
+  either; features approach each other from both sides.
 - Divergences are summed over classes and averaged over images. The authors and HtFLlib average over
   classes too, so that predictions have less weight there, by the number of classes.
 - The mean square between features enters the loss once. In the authors' code and in HtFLlib it is

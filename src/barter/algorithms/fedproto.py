@@ -6,8 +6,8 @@ class whose prototype is nearest.
 
 One round:
 
-1. Sampled clients train with cross entropy and, λ times, the distance between the features of an
-   image and the global prototype of its class (Eq. 5).
+1. Sampled clients minimise cross entropy plus λ times the distance between the features of an image
+   and the global prototype of its class (Eq. 5).
 2. They upload their prototypes: the mean features of each of their classes.
 3. The server averages the prototypes of each class over clients.
 4. All clients receive the averages.

@@ -5,7 +5,7 @@ Every client trains a window of channels of each layer, which moves on by one ch
 After as many rounds as a layer is wide, all its channels have been trained equally, even if no
 client can afford the full network. One round (Algorithm 1):
 
-1. The server moves the window by one channel and sends each client the weights inside.
+1. The server moves the window by one channel and sends each client the weights inside its window.
 2. Clients train them on their own images and upload them.
 3. The server averages each weight over the clients that trained it.
 

@@ -15,10 +15,12 @@ Differences from the paper:
 
 - The margin is the largest distance from a class's mean prototype to that of its nearest neighbour,
   and at most τ, as in HtFLlib, which has the same authors.
-- HtFLlib sends prototypes of the network before the round's training; here they are those after it.
+- HtFLlib's clients send prototypes of the network before the round's training; here they send those
+  after it.
 - `server_epochs`: the server passes over the prototypes 100 times in a round, as in HtFLlib; the
   authors' code has 1000 by default.
-- All classes get a prototype, including those that no client has: these are only pushed away.
+- All classes get a prototype. That of a class that no client has is only pushed away from the
+  others.
 - `lam`: λ is 1 as in the code; the distance in the clients' loss and the predictions are
   FedProto's.
 """

@@ -14,11 +14,11 @@ One round:
 Differences from the paper:
 
 - `mu`: clients stay near the weights that they received while they train, as in FedProx; before
-  they have received any, near their initial weights. The paper's weight of this is not known here:
-  μ is FedProx's.
-- The paper's loss for the clients' models on the server is not known here: it is the SL loss too.
-  They keep the normalisation statistics of their own data; the server's model has those of
-  generated images.
+  they have received any, near their initial weights. The paper's value of μ was not available; the
+  default is FedProx's.
+- The paper's loss for the clients' models on the server was not available. Here it is the SL loss
+  too, the L1 distance between two softmax outputs. These models keep the normalisation statistics
+  of their own data; the server's model has those of generated images.
 - No code of the authors was found. Generator and server's model continue from round to round;
   optimizers are new in each.
 - `global_network`: the server's model may be any network; without a name it is the first client's.

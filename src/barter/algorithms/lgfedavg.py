@@ -6,7 +6,8 @@ averages whole models. Networks may differ, except for the width of their featur
 
 One round:
 
-1. Sampled clients put on the shared head, train their network and upload the head.
+1. Sampled clients replace their head by the shared one, train the whole network and upload the
+   head.
 2. The server averages the heads, weighted by numbers of images.
 3. All clients receive the averaged head.
 

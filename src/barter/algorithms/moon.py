@@ -14,8 +14,8 @@ One round:
 Differences from the paper:
 
 - A client's previous model is the one of its last training, however many rounds ago. In the first
-  round it is the initial model of all, so that the contrastive loss has no gradient; the authors'
-  code starts from random ones.
+  round it is the initial model, which all clients share, so that the contrastive loss has no
+  gradient; in the authors' code previous models start as random ones.
 - `lr`, `momentum`, `epochs`: the paper's, SGD with rate 0.01 and momentum 0.9. The code's parser
   has 0.1 and 5 epochs.
 - `mu`: the paper tunes μ for each task among 0.1, 1, 5 and 10; 1 is the code's. With `mu = 0` the

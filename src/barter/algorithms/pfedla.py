@@ -1,14 +1,14 @@
 """pFedLA: Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", CVPR 2022, Algorithm 1
 (arXiv:2205.03993).
 
-Every client gets its own mix of all clients' models. For each layer the server weighs the clients'
-layers, and a small hypernetwork for each client learns these weights from how the client's training
-changes the mix.
+Every client gets its own mix of all clients' models. For each layer of a client, the server
+computes a weighted mean of all clients' layers. A small hypernetwork per client learns these mixing
+weights from how the client's training changes the mix.
 
 One round:
 
-1. For each sampled client, its hypernetwork computes the weights α, and the client receives the
-   models mixed with them.
+1. For each sampled client, its hypernetwork computes the mixing weights α of all clients' layers,
+   and the client receives the models mixed with them.
 2. The client trains the mix on its own data and uploads the result θ_i.
 3. The server updates the client's hypernetwork with the change Δθ_i that training made, and stores
    θ_i.

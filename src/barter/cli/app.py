@@ -764,6 +764,10 @@ WORDING = {
     r": Value error, ": ": ",  # from pydantic, which newer versions use
     r" for '\[(.*?)\]':": r" for '\1':",  # an optional argument
     r"argument\(s\)": "argument",
+    # not a difference of versions: `barter show algorithms` is meant as `barter list algorithms`
+    r"^No such command '(algorithms|models|families|datasets|partitions)'\.": (
+        r"No such command '\1'. `barter list \1` lists them."
+    ),
 }
 
 
