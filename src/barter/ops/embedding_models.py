@@ -56,7 +56,7 @@ class ClassGaussians(TypedDict):
 
 
 def count_directions(images: int, classes: int, compression: float) -> int:
-    """Return the number of directions that describe so many images, whatever their classes.
+    """Return the number of directions that describe a number of images, whatever their classes.
 
     Args:
         images: Number of images.
