@@ -394,7 +394,8 @@ class FedFree(Algorithm[Bridge, Client]):
 
         With `outputs` "all" a weight is 1 / number of teachers. Otherwise it is proportional to how
         much training changed the output, with a sum of 1 over the teachers that have the output.
-        Outputs that no training changed have weights of 0.
+        Outputs that no training changed have weights of 0. The change is a layer's "credit"; a layer
+        without it counts as 1 for every output.
         """
         credit = [
             layer.get("credit", layer["weight"].new_ones(len(layer["weight"])))

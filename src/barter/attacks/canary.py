@@ -215,7 +215,9 @@ class Game:
         return Images(pixels, labels, data.spec)
 
     def play(self, world: int, number: int, guard: Guard) -> dict[str, Tensor] | None:
-        """Play one round from the state in which the game started.
+        """Play the algorithm's setup and one round, from the state in which the game started.
+
+        The guard and the images stay in place afterwards. `released` is set if the client answered.
 
         Args:
             world: Index of the images that the client holds in this round.

@@ -150,7 +150,10 @@ class LazyClient(Client):
         return self.initial_memory() if stored is None else dict(stored)
 
     def initial_memory(self) -> dict[str, Payload]:
-        """Return the client's state before round 1: defaults and the initial model's own tensors."""
+        """Return the client's state before round 1: defaults, and the weights of the initial model.
+
+        The weights are not copied. What was released is not part of it.
+        """
         state = self._defaults()
         del state[RELEASED]
         return {**state, "model": dict(self._initial.state_dict())}
