@@ -100,7 +100,10 @@ def _crop(numbers: Tensor, side: int) -> Tensor:
     """Return one normalised crop (3, side, side) of a photograph per row of numbers."""
     pyramids = _pyramids(numbers.device)
     height, width = pyramids[0][0].shape[-2:]
-    pick, size, ratio, x, y, angle, flip, contrast, invert, light = numbers[:, :10].T
+    pick, size, ratio = numbers[:, :3].T
+    x, y, angle = numbers[:, 3:6].T
+    flip, contrast = numbers[:, 6:8].T
+    invert, light = numbers[:, 8:10].T
     tints = numbers[:, 10:]
     # The crop's sides in pixels of the photograph, and its centre, which is at least half a crop
     # away from the edges.
