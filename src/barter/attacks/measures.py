@@ -12,6 +12,7 @@ __all__ = [
     "auc_with_error",
     "is_nearest_original",
     "psnr",
+    "psnr_of_best_match",
     "share_error",
     "ssim",
     "true_positive_rate",
@@ -27,6 +28,13 @@ def psnr(real: Tensor, made: Tensor) -> Tensor:
     """
     error: Tensor = (real - made).square().flatten(1).mean(1)
     return -10 * error.clamp(min=1e-10).log10()
+
+
+def psnr_of_best_match(real: Tensor, made: Tensor) -> Tensor:
+    """Return each real image's largest PSNR in dB with any of the made ones; pixels are in 0..1."""
+    rows = made.flatten(1)
+    nearest = [torch.cdist(part, rows).argmin(1) for part in torch.split(real.flatten(1), 500)]
+    return psnr(real, made[torch.cat(nearest)])
 
 
 def ssim(real: Tensor, made: Tensor) -> Tensor:

@@ -16,12 +16,14 @@ QUESTIONS = {
     "inversion": "Reconstructed images: PSNR in decibels and SSIM (higher is nearer), and how often "
     "the client's nearest image is the original",
     "copies": "Copies: how often the private image nearest to a synthetic one is among those that "
-    "were offered, with its 95 % interval; by chance it is as often as images were offered",
+    "were offered, with its 95 % interval; by chance it is as often as images were offered. PSNR of "
+    "private images with the synthetic image most like them, for offered images and for others",
     "membership": "Membership inference: training images of clients against images of no client",
     "labels": "Label inference: correct labels, and the L1 error of class frequencies (0 to 2)",
 }
 VALUE_FORMATS = {
     "psnr": "{:.1f}",
+    "psnr_not_offered": "{:.1f}",
     "best_psnr": "{:.1f}",
     "ssim": "{:.2f}",
     "found": "{:.1%}",
