@@ -219,7 +219,11 @@ class FedAF(Condensation):
         }
 
     def merge(self, server: Server, local: Replies[Means]) -> Means:
-        """Return V, the clients' mean logits for each class that a client has (Eq. 8)."""
+        """Average the clients' mean logits class by class: V of Eq. 8.
+
+        All clients that have a class count equally, unless the run has a robust rule. Classes that
+        no client has are left out.
+        """
         parts = {k: (means["classes"], means["logits"]) for k, means in local.items()}
         logits, known = mean_by_class(server.spec.classes, parts)
         classes = known.nonzero()[:, 0]

@@ -325,15 +325,15 @@ class FedKTL(OneWidth[AligningServer]):
         return aligner.centres.detach()[server.known]
 
     def make_lesson(self, server: AligningServer, codes: Tensor) -> LatentLesson:
-        """Generate an image from each latent vector.
+        """Generate one image per class and return the lesson for the clients.
 
         Args:
-            server: The server.
-            codes: Latent vectors, one per class.
+            server: The server, which is not changed; its last lesson provides the projection.
+            codes: Latent vectors (classes, latent_dim), one for each class sent so far.
 
         Returns:
-            Images, latent vectors, and the linear projection from features to latent vectors, which
-            is new in the first round and stays the same.
+            The images as bytes, `codes`, and the initial weights of the linear layer from features
+            to latent vectors: random in the first round, later those of the last lesson.
         """
         generator = pretrained_generator(self.generator, self.weights, server.device)
         new = nn.Linear(self.features, codes.shape[1]).to(server.device).state_dict()

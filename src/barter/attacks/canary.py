@@ -405,10 +405,16 @@ def _score(
 
 
 def _combine(scores: Sequence[Tensor]) -> list[Tensor]:
-    """Return one score per try, with parts weighted by how well they discriminate.
+    """Combine the scores of all parts into one score per try, by a linear discriminant.
 
-    A weight is the difference of the means divided by the sum of the variances. Weights come from
-    the half of the tries that the threshold is chosen on.
+    A part's weight is (mean with - mean without the canary) / (sum of the two variances). Weights
+    come from the even tries, on which the threshold is chosen too; the odd tries stay held out.
+
+    Args:
+        scores: Scores (tries, parts) of the tries without the canary, then of those with it.
+
+    Returns:
+        Scores (tries,) in the same order; higher ones speak for the canary.
     """
     without, including = (values[::2] for values in scores)
     spread = without.var(0) + including.var(0)

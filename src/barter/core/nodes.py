@@ -107,10 +107,10 @@ class Node:
 
     @classmethod
     def memory_names(cls) -> list[str]:
-        """Return the names of the attributes that a node keeps between rounds.
+        """Return the names of the attributes that a client or server keeps between rounds.
 
-        They are the attributes that algorithms annotate in subclasses of Client and Server, base
-        classes first.
+        They are the attributes that an algorithm annotates in its subclasses of Client and Server,
+        base classes first. The model is not among them; `memory` adds it.
         """
         names: list[str] = []
         for kind in reversed(cls.__mro__):

@@ -118,21 +118,27 @@ class Defence:
         decides: Sequence[bool] | None = None,
         since: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """Aggregate the clients' answers entry by entry.
+        """Aggregate the clients' answers by the defence's rule.
+
+        The rules "none", "median" and "trimmed-mean" treat each entry on its own. The others compare
+        whole answers, over all blocks that decide, and average the clipped or the selected ones.
 
         Args:
             blocks: The parts of an answer, such as the tensors of a state; each has one row per
                 client (clients, ...).
-            kind: The kind of aggregate.
+            kind: What the answers are: states, logits, prototypes or sets. The rule "auto" depends
+                on it, and so does what "cosine" compares.
             weights: For each block the clients' weights, of a shape that broadcasts to the block's;
                 0 where a client has no value. None gives all clients the same weight.
             decides: For each block, whether it counts in norms and distances; None for all.
             since: For each block, the value that all clients started from, such as the weights that
-                the server sent. Norms and directions are those of the difference; None takes the
-                differences from the median of all clients.
+                the server sent. The rules "clip" and "cosine" (except for logits) take norms and
+                directions of the difference from it; None takes the difference from the median of
+                all clients.
 
         Returns:
-            One tensor per block, without the clients' axis. Entries that no client has are 0.
+            One tensor per block, without the clients' axis. Entries that no client has are 0, or
+            the value of `since` with the rule "clip".
         """
         rule = self.rule_for(kind)
         shares = _broadcast(blocks, weights)

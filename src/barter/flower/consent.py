@@ -69,9 +69,9 @@ class Consent:
             own_data: Whether the site trains on its own data, not on a share of the run's.
 
         Raises:
-            ConfigError: If `algorithms` or `methods` is given and lacks the algorithm or one of its
-                methods, or if the algorithm asks for all images of a site with its own data and
-                `algorithms` does not name it.
+            ConfigError: If `algorithms` or `methods` is not empty and lacks the algorithm or one of
+                its methods, or if the algorithm is `central`, which uploads all images, the site
+                has its own data, and `algorithms` does not name it.
         """
         name = str(to_plain(config)["algorithm"]["name"])
         if self.algorithms and name not in self.algorithms:

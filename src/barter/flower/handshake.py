@@ -168,7 +168,11 @@ class Hello:
         return hello
 
     def _is_valid(self) -> bool:
-        """Return whether all fields have the types and ranges that they must have."""
+        """Return whether every field has its declared type and a possible value.
+
+        Counts are from 1 to 2**40 - 1, `share` is None or at least 0, and mean and standard
+        deviation have one finite float per channel.
+        """
         spec = self.spec
         counts = [spec.channels, spec.height, spec.width, spec.classes, self.examples]
         if type(self.share) is int:

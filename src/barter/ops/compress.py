@@ -51,7 +51,9 @@ def compress_update(update: Mapping[str, Tensor], energy: float) -> Compressed:
 
 
 def _factors(tensor: Tensor, energy: float) -> list[Tensor]:
-    """Return a tensor's low-rank factors, or the tensor if they are not smaller.
+    """Return a tensor's two low-rank factors, or the tensor if they are not smaller.
+
+    Vectors and integer tensors are returned as they are.
 
     Args:
         tensor: The tensor, whose axes after the first are flattened.

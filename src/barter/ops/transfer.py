@@ -222,9 +222,18 @@ def newest_entries(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
 
 
 def sample_review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]:
-    """Sample `size` of a client's images of all entries; all of them if there are fewer.
+    """Sample synthetic images of past rounds that a client made, for the exchange to repeat.
 
-    Sampled without repetition. There is one page for each entry that has a sampled image.
+    They are sampled without replacement by the global random generator.
+
+    Args:
+        entries: The rounds to sample from.
+        owner: The client that made the images.
+        size: Number of images in all; all images if there are fewer.
+
+    Returns:
+        Pages (round, owner, sorted indices into the owner's codes), in the order of `entries`: one
+        for each entry that has a sampled image.
     """
     own = [entry for entry in entries if owner in entry["codes"]]
     codes = [entry["codes"][owner] for entry in own]

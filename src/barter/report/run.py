@@ -543,7 +543,11 @@ def failure_section(where: str, rows: Sequence[Sequence[str]]) -> Section:
 
 
 def citation_section(algorithms: Sequence[Algorithm]) -> Section:
-    """Return the section with the methods' citations and messages."""
+    """Return the report's section that describes the algorithms.
+
+    For each class of algorithm it has the citation and what each client method sends up and down;
+    then, for each algorithm, the fields in which it differs from its paper.
+    """
     parts = []
     for kind in dict.fromkeys(type(algorithm) for algorithm in algorithms):
         rows = [[method, str(crossing)] for method, crossing in kind.crosses.items()]
