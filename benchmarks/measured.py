@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
@@ -94,6 +95,80 @@ def attacks(data: str) -> Table:
             ]
         )
     return table
+
+
+def levels_under_attack() -> Table:
+    """Return what attacks on DFFKE achieve at each level of `reveal`, as means over seeds."""
+    heading = ["`reveal`", "copies, by pixels", "by features", "best reconstruction: PSNR, found"]
+    heading += ["nearest synthetic image: PSNR, not offered"]
+    heading += ["membership AUC: loss", "RMIA", "nearest embedding", "class frequencies"]
+    table = [heading]
+    file = stored("dffke-levels-attacks.json")
+    chance = set()
+    for level, by_seed in file["levels"].items():
+        runs = list(by_seed.values())
+        copies = []
+        for by in ("pixels", "features"):
+            found = [run.get(f"copies: nearest by {by}", {}) for run in runs]
+            chance |= {round(100 * values["chance"]) for values in found if values}
+            copies.append(_mean(found, "copies", "{:.0%}"))
+        inversions = [
+            [
+                values
+                for attack, values in run.items()
+                if attack.startswith("inversion") and attack not in GUESSES
+            ]
+            for run in runs
+        ]
+        best = "none"
+        if all(inversions):
+            psnr = fmean(max(values["psnr"] for values in found) for found in inversions)
+            rate = fmean(max(values["found"] for values in found) for found in inversions)
+            best = f"{psnr:.1f} dB, {rate:.0%}"
+        match = file["nearest synthetic image"].get(level)
+        nearest = (
+            "" if match is None else f"{match['psnr']:.1f}, {match['psnr_not_offered']:.1f} dB"
+        )
+        membership = [
+            _mean([run.get(f"membership: {attack}", {}) for run in runs], "auc", "{:.2f}")
+            for attack in (
+                "loss threshold, weights",
+                "RMIA with 4 shadow runs, weights",
+                "nearest row, embeddings and weights",
+            )
+        ]
+        distances = [
+            min(
+                (
+                    values["distance"]
+                    for attack, values in run.items()
+                    if attack.startswith("labels") and attack != "labels: all classes alike"
+                ),
+                default=None,
+            )
+            for run in runs
+        ]
+        known = [distance for distance in distances if distance is not None]
+        frequencies = f"{fmean(known):.2f}" if known else ""
+        table.append([level, *copies, best, nearest, *membership, frequencies])
+    (by_chance,) = chance
+    table.append(["by chance, or a guess", f"{by_chance}%", f"{by_chance}%", *_guess(file)])
+    return table
+
+
+def _guess(file: dict[str, Any]) -> list[str]:
+    """Return the cells of `levels_under_attack` for guesses that use no upload."""
+    runs = list(file["levels"]["images"].values())
+    psnr = fmean(max(run[guess]["psnr"] for guess in GUESSES) for run in runs)
+    rate = fmean(max(run[guess]["found"] for guess in GUESSES) for run in runs)
+    distance = _mean([run["labels: all classes alike"] for run in runs], "distance", "{:.2f}")
+    return [f"{psnr:.1f} dB, {rate:.0%}", "", "0.50", "0.50", "0.50", distance]
+
+
+def _mean(runs: Sequence[dict[str, float]], key: str, pattern: str) -> str:
+    """Return the mean of a value over runs, or nothing if no run has it."""
+    known = [values[key] for values in runs if key in values]
+    return pattern.format(fmean(known)) if known else ""
 
 
 def epsilon() -> Table:
@@ -271,6 +346,7 @@ def execution() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     "privacy-attacks-digits": lambda: attacks("digits"),
     "privacy-attacks-fashion": lambda: attacks("fashion-2k"),
+    "privacy-attacks-levels": levels_under_attack,
     "privacy-epsilon": epsilon,
     "overhead-methods": overhead,
     "overhead-protection": protection,

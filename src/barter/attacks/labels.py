@@ -95,7 +95,8 @@ def _counts_in_answers(
 ) -> list[tuple[str, Tensor]]:
     """Find class counts in answers: in counts per class and in lists of class indices.
 
-    Parts that the algorithm declares to tell nothing are skipped.
+    Of a part that is a dictionary, its "counts" and "classes" are read. Parts that the algorithm
+    declares to tell nothing are skipped.
 
     Args:
         experiment: The experiment.
@@ -114,10 +115,18 @@ def _counts_in_answers(
                 continue
             key = part.partition(".")[2]
             for value in take_part(answers[method], key):
-                counts = _class_counts(value, key, classes)
-                if counts is not None:
-                    found.append((part, counts))
+                for name, leaf in _class_fields(value, key):
+                    counts = _class_counts(leaf, name, classes)
+                    if counts is not None:
+                        found.append((part, counts))
     return found
+
+
+def _class_fields(value: Payload, key: str) -> list[tuple[str, Payload]]:
+    """Return a part under its key, or the "counts" and "classes" of a part that is a dictionary."""
+    if not isinstance(value, Mapping):
+        return [(key, value)]
+    return [(name, value[name]) for name in ("counts", "classes") if name in value]
 
 
 def _class_counts(value: Payload, key: str, classes: int) -> Tensor | None:
