@@ -12,7 +12,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from barter.recipes.recipe import find_recipe
+from barter.recipes.stored import group_by_row, read_stored_runs, spread_over_seeds
+
 RESULTS = Path(__file__).parent / "results"
+RECIPES = Path(__file__).parent.parent / "src" / "barter" / "recipes"
 Table = list[list[str]]
 
 # Labels of DFFKE's protections by their names in dffke-privacy.json; the number is epsilon.
@@ -33,6 +37,118 @@ PROTECTIONS = {
 }
 GUESSES = ("inversion: mean of the class", "inversion: nearest image of the class")
 SYNTHETIC = "inversion: transfer images"
+
+
+def accuracy(file: Path, row: str, metric: str, at: int | None = None) -> str:
+    """Return the mean accuracy of a stored row over seeds, in %.
+
+    Args:
+        file: The file of stored runs.
+        row: The row's name.
+        metric: The metric, such as global or server.
+        at: The round; None for the last.
+    """
+    runs = group_by_row(read_stored_runs(file))[row]
+    spread = spread_over_seeds(runs, metric, at)
+    assert spread is not None, row
+    return f"{100 * spread.mean:.1f}"
+
+
+def overview() -> Table:
+    """Return the README's table: accuracy and exposure of DFFKE, FedAvg, and their bounds."""
+    default = RECIPES / "dffke-cifar100-alpha-1.0.jsonl"
+    skewed = RECIPES / "dffke-cifar100-alpha-0.1.jsonl"
+    averaging = RESULTS / "averaging.jsonl"
+    fashion = RESULTS / "baselines-fashion-10k.jsonl"
+    paper = RESULTS / "dffke-cifar-paper-augmented.jsonl"
+
+    def averages(alpha: str) -> str:
+        row = f"averaging: fedavg, partition.alpha={alpha}"
+        early = accuracy(averaging, row, "server", 14)
+        return f"{early}; {accuracy(averaging, row, 'server', 50)} after 50"
+
+    def oracle(alpha: str) -> str:
+        return accuracy(averaging, f"averaging: oracle, partition.alpha={alpha}", "global", 14)
+
+    def statistics(alpha: str) -> str:
+        name = f"dffke-cifar100-statistics-alpha-{alpha}"
+        return accuracy(RECIPES / f"{name}.jsonl", name, "global", 14)
+
+    def published(alpha: str) -> str:
+        row = f"dffke-cifar-paper-augmented: CIFAR-100, alpha {alpha}, preset paper"
+        figure = find_recipe(f"dffke-cifar100-alpha-{alpha}").paper
+        assert figure is not None
+        assert isinstance(figure.accuracy, float)
+        return f"{accuracy(paper, row, 'global', 4)} after 4; paper {figure.accuracy:.1f}"
+
+    central = accuracy(averaging, "averaging: central, partition.alpha=1.0", "global", 50)
+    dffke = "averaging: dffke, partition.alpha=0.1"
+    rows = [
+        ["method", "networks", "CIFAR-100, alpha 1.0", "alpha 0.1", "Fashion-MNIST"],
+        [
+            "local training only",
+            "any",
+            accuracy(default, "dffke-cifar100-alpha-1.0", "trained", 1),
+            accuracy(skewed, "dffke-cifar100-alpha-0.1", "trained", 1),
+            accuracy(fashion, "baselines-fashion-10k: local", "global", 5),
+        ],
+        [
+            "**DFFKE**, barter's default",
+            "any",
+            f"**{accuracy(default, 'dffke-cifar100-alpha-1.0', 'global', 14)}**",
+            f"**{accuracy(averaging, dffke, 'global', 14)}**",
+            f"**{accuracy(fashion, 'baselines-fashion-10k: dffke', 'global', 5)}**",
+        ],
+        [
+            'DFFKE, `reveal = "statistics"`',
+            "any",
+            statistics("1.0"),
+            statistics("0.1"),
+            "not measured",
+        ],
+        [
+            'DFFKE as published (`preset = "paper"`)',
+            "any",
+            published("1.0"),
+            published("0.1"),
+            "not measured",
+        ],
+        [
+            "FedAvg",
+            "one for all",
+            averages("1.0"),
+            averages("0.1"),
+            accuracy(fashion, "baselines-fashion-10k: fedavg", "server", 5),
+        ],
+        [
+            "DFFKE with private images in place of decoded ones (*oracle*)",
+            "any",
+            oracle("1.0"),
+            oracle("0.1"),
+            "not measured",
+        ],
+        [
+            "training on all images (*central*)",
+            "any",
+            f"{central} after 50 epochs",
+            f"{central}",
+            accuracy(fashion, "baselines-fashion-10k: central", "global", 5),
+        ],
+    ]
+    exposed = [
+        "what it exposes",
+        "nothing",
+        "**shows near-copies of private images to every client**; weights, embeddings and labels "
+        "to the server",
+        "images decoded from samples of class statistics to every client, "
+        "[no single image](docs/results/dffke-levels.md); weights and statistics to the server",
+        "decoder and translated embeddings, from which images of private data are decoded, to every "
+        "client; as the default to the server",
+        "weights to the server, their average to every client",
+        "private images: an upper bound, not a method",
+        "private images: an upper bound, not federated",
+    ]
+    return [[*row, text] for row, text in zip(rows, exposed, strict=True)]
 
 
 def stored(name: str) -> Any:
@@ -344,6 +460,7 @@ def execution() -> Table:
 
 
 TABLES: dict[str, Callable[[], Table]] = {
+    "overview": overview,
     "privacy-attacks-digits": lambda: attacks("digits"),
     "privacy-attacks-fashion": lambda: attacks("fashion-2k"),
     "privacy-attacks-levels": levels_under_attack,

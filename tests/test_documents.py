@@ -32,7 +32,6 @@ from barter.core.params import describe_fields
 from barter.models.zoo import ZOO
 from barter.runs.progress import format_bytes
 from barter.setup.config import find_algorithm, read_toml, resolve, with_settings
-from benchmarks import tables
 from tests.browser import CHROMIUM, Browser
 from tests.forked import forked, status
 
@@ -87,30 +86,6 @@ def test_the_chooser_shows_what_was_measured() -> None:
             assert shown_bytes == format_bytes(total), name
             checked += 1
     assert checked >= 20
-    heads = {"local training": ("local", "global"), "**DFFKE**": ("dffke", "global")}
-    heads["FedAvg"] = ("fedavg", "server")
-    for row, (name, model) in heads.items():
-        accuracy = 100 * statistics.mean(curve[model][-1] for curve in runs[name])
-        (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
-        assert f"{accuracy:.1f}" in line.split("|")[4], row
-
-
-def test_the_readme_shows_what_was_measured_on_cifar100() -> None:
-    rows = tables.stored_rows()
-    default = "dffke-cifar100-alpha-1.0"
-    paper = "dffke-cifar-paper-augmented: CIFAR-100, alpha 1.0, preset paper"
-    shown = {
-        "local training": (default, "trained", 1),
-        "**DFFKE**": (default, "global", 14),
-        "DFFKE, `reveal": ("dffke-cifar100-statistics-alpha-1.0", "global", 14),
-        "DFFKE as published": (paper, "global", 4),
-    }
-    for start, (name, metric, at) in shown.items():
-        (run,) = (run for run in rows[name] if run.seed == 0)
-        accuracy = run.value(metric, at)
-        assert accuracy is not None
-        (line,) = (line for line in README.splitlines() if line.startswith(f"| {start}"))
-        assert line.split("|")[3].strip(" *").startswith(f"{100 * accuracy:.1f}"), start
 
 
 def test_snippets_parse() -> None:
