@@ -151,6 +151,27 @@ def overview() -> Table:
     return [[*row, text] for row, text in zip(rows, exposed, strict=True)]
 
 
+def encoded_traffic() -> Table:
+    """Return the megabytes of a DFFKE client in the last measured round, by profile of [wire]."""
+    exact = group_by_row(read_stored_runs(RESULTS / "averaging.jsonl"))
+    encoded = group_by_row(read_stored_runs(RESULTS / "dffke-wire.jsonl"))
+    rows = {
+        "`exact`": exact["averaging: dffke, partition.alpha=0.1"],
+        "`lean`": encoded["dffke-wire: lean"],
+        '`lean`, `images = "webp-7bit"`': encoded["dffke-wire: lean, images=webp-7bit"],
+        '`small`, `images = "webp-90"`': encoded["dffke-wire: small, images=webp-90"],
+        "`small`": encoded["dffke-wire: small"],
+    }
+    table = [["profile", "up", "down", "sum", "times fewer"]]
+    most = None
+    for label, runs in rows.items():
+        up, down = (fmean(run.curve[way][-1] for run in runs) / 1e6 for way in ("up", "down"))
+        most = most or up + down
+        fewer = "" if label == "`exact`" else f"{most / (up + down):.1f}"
+        table.append([label, f"{up:.1f}", f"{down:.1f}", f"{up + down:.1f}", fewer])
+    return table
+
+
 def stored(name: str) -> Any:
     """Return the content of a file of benchmarks/results."""
     return json.loads((RESULTS / name).read_text("utf-8"))
@@ -461,6 +482,7 @@ def execution() -> Table:
 
 TABLES: dict[str, Callable[[], Table]] = {
     "overview": overview,
+    "dffke-wire-bytes": encoded_traffic,
     "privacy-attacks-digits": lambda: attacks("digits"),
     "privacy-attacks-fashion": lambda: attacks("fashion-2k"),
     "privacy-attacks-levels": levels_under_attack,
