@@ -293,15 +293,16 @@ class Roster:
         )
 
     def begin(self, out: Path, finished: int) -> dict[str, Payload]:
-        """Record one more start of the server, and return what sites must know about it.
+        """Record one more start of the server in sites.json; return what sites must know of it.
 
         Args:
             out: The run's folder.
             finished: Number of finished rounds.
 
         Returns:
-            The run's id, the name of this attempt, and for each earlier attempt its last round
-            that counts: the number of rounds finished before the next attempt began.
+            "run", the run's id; "attempt", the name of this start; and "history": name of each
+            earlier start -> its last round that counts, the number of rounds that were finished
+            when the next one began.
         """
         self.attempts.append((new_attempt(), finished))
         history = {
@@ -318,7 +319,7 @@ class Roster:
         return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
 
     def require_same(self, hello: Hello) -> None:
-        """Raise ConfigError if a hello is not equal to one from the run's beginning."""
+        """Raise ConfigError if a hello is not equal to one of those the run began with."""
         if hello not in self.members:
             raise ConfigError(
                 f"site {hello.name} has changed since the run began, or was not there: "
@@ -528,9 +529,9 @@ class Coordinator:
             raise BarterError(f"the SuperLink ended: {reason}")
 
     def register(self) -> None:
-        """Register the public keys of the folder's sites, unless it is insecure.
+        """Register the public keys of the folder's sites with the SuperLink, which must be running.
 
-        Keys that are registered already stay so.
+        Keys that are registered already stay so. Without keys (`insecure`) nothing happens.
 
         Raises:
             BarterError: Flower refuses a key.
@@ -551,6 +552,8 @@ class Coordinator:
 
     def submit(self, out: Path) -> str:
         """Submit the run to the SuperLink, and return the run's id at Flower.
+
+        The journal of an earlier start is deleted.
 
         Args:
             out: The run's folder.

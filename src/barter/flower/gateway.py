@@ -104,7 +104,17 @@ class LongPoll:
             self.announce([SERVER])
 
     async def hold(self, reader: int, poll: bytes, receive: Receive, seconds: float) -> bool:
-        """Wait until a poll may find something, `seconds` at most; return whether it is open."""
+        """Wait until a poll may find something, `seconds` at most.
+
+        Args:
+            reader: The poll's reader.
+            poll: The poll's body.
+            receive: The request's ASGI channel, by which a disconnection is noticed.
+            seconds: The longest wait.
+
+        Returns:
+            Whether the poll can be passed on; False if its sender has disconnected meanwhile.
+        """
         if self.found_nothing.get(poll) != self.arrivals[reader]:
             return True
         deadline = asyncio.get_running_loop().time() + seconds

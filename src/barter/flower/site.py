@@ -89,10 +89,10 @@ class Site:
         self.unseen: tuple[dict[str, float], list[bool]] | None = None
 
     def answer(self, request: Payload) -> Payload:
-        """Return the reply to a request, "hello" or a call; no exception is raised.
+        """Return the reply to a request, "hello" or a call, as a payload tree.
 
-        An error becomes a reply with the key "error". After a failed call, the next one restores
-        the client from disk.
+        An error becomes a reply with the key "error"; only a request without the key "ask" raises.
+        After a failed call, the next one restores the client from disk.
         """
         if request["ask"] == "hello":
             try:

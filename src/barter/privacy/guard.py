@@ -97,9 +97,9 @@ class Guard:
     def seal_images(self, client: Client, method: str, stream: int) -> Iterator[None]:
         """Restrict a client's images to private training, if training is private.
 
-        Inside the context `client.data` is `Sealed`, and each training charges the budget, or raises
-        PrivacyError if it would exceed it. Afterwards the client's report has the ε spent so far. If
-        training is not private, nothing changes.
+        Inside the context `client.data` is `Sealed`. Each training charges the budget, or raises
+        PrivacyError if it would exceed it. Afterwards the client's report has the ε spent so far.
+        If training is not private, nothing changes.
 
         Args:
             client: The client whose images are sealed inside the context.

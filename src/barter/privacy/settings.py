@@ -418,7 +418,7 @@ class Plan:
     def cost(self, released: Mapping[str, int]) -> float:
         """Return ε of all releases together, at the settings' δ.
 
-        It is infinite if a name is not in `privacy.parts`. Mechanisms that promise no guarantee, and
+        It is infinite if a name is not in `privacy.parts`. Mechanisms without a guarantee, and
         `withhold`, add nothing.
 
         Args:
