@@ -116,6 +116,8 @@ class ComparisonSpec:
     ) -> ComparisonSpec:
         """Combine a file's values with those of the command line, which take precedence.
 
+        Only a variant's own settings and its values of sweeps win over --set.
+
         Args:
             tree: The plain values of a configuration file.
             methods: The value of --algorithms.

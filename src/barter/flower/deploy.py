@@ -378,7 +378,12 @@ def create_deployment(
 
 
 def create_simulation(folder: Path, config: Config) -> None:
-    """Create the folder of a simulation: Flower's app and the run."""
+    """Create the folder of a simulation: Flower's app and the run's configuration.
+
+    Args:
+        folder: The folder, which must not exist or be empty.
+        config: The run's configuration.
+    """
     folder = folder.absolute()
     with create_folder(folder, PRIVATE) as new:
         _write_app(new, folder, config, "barter.flower.simulation:app")
@@ -575,7 +580,10 @@ class Coordinator:
             raise BarterError(f"Flower did not accept the run: {_reason(done)}") from None
 
     def stop(self, run: str) -> None:
-        """Stop a run; one that Flower does not stop within two minutes is left alone."""
+        """Stop a run, given the id that `submit` returned.
+
+        One that Flower does not stop within two minutes is left alone.
+        """
         with suppress(subprocess.TimeoutExpired):
             self._flwr("stop", run, "barter")
 

@@ -408,6 +408,9 @@ class FlowerEngine(BaseEngine):
     ) -> Any:
         """Return the answer of a reply after it was checked.
 
+        What the reply releases is counted, the ε that it reports is recorded, and an evaluation
+        that came along is kept for the next call.
+
         Args:
             method: The method that was called.
             k: The client.
@@ -416,7 +419,8 @@ class FlowerEngine(BaseEngine):
             counted: Whether the answer was recorded as having left its client before.
 
         Raises:
-            BarterError: If the reply is an error of the site, or breaks the method's contract.
+            BarterError: If the reply is an error of the site, or breaks the method's contract. One
+                that is no reply of a site at all may raise anything.
         """
         if "error" in reply:
             # Sites of older versions send messages that may quote their data.

@@ -136,8 +136,8 @@ class Guard:
     def cost(self, released: Account) -> float:
         """Return ε of a client's releases, each priced by what it was.
 
-        At a site whose run promises a guarantee for all answers, a release without one is infinite.
-        Otherwise this is the ε of the protected parts; the statement names the others.
+        At a site whose run promises a guarantee for all answers, it is infinite if a release has
+        none. Otherwise it is the ε of the protected parts; the statement names the others.
 
         Args:
             released: The number of releases by description, see `prices`.

@@ -389,14 +389,14 @@ class Plan:
         return open_parts
 
     def describe(self, name: str) -> str:
-        """Return the description of a release under a protected name, see `prices`."""
+        """Return the description of one release of a name in `privacy.parts`, see `prices`."""
         assumptions = [
             self.public_assumption(part) for part, cover in self.covers.items() if cover == name
         ]
         return describe_part(name, self.mechanisms[name], next(filter(None, assumptions), ""))
 
     def unprotected_parts(self, parts: Iterable[str]) -> list[str]:
-        """Return the parts that reveal something and that no mechanism covers.
+        """Return those of the parts that may depend on images and that no mechanism covers.
 
         With private training there are none.
         """

@@ -209,7 +209,8 @@ class RunFolder:
             keep: Earlier rounds whose checkpoints stay.
             until_saved: Earlier rounds whose checkpoints stay until the new one is on disk.
             states: The files that hold clients' states; those that no checkpoint needs are deleted.
-                None: states are in `state`, and files of an earlier run are deleted.
+                None: states are in `state`, and files from before the run was resumed are deleted
+                once no checkpoint refers to them.
         """
         wanted = {_file(self.path, t) for t in {round, *keep}}
         needed = {*wanted, *(_file(self.path, t) for t in until_saved)}

@@ -80,7 +80,7 @@ class StateFiles:
         """Return the names of the current files, for the checkpoint of the current round.
 
         They are JSON, which `parse_index` reads; clients that have not changed since the start are
-        left out. `prune` keeps these files as long as the round is among its own.
+        left out. `prune` keeps these files as long as this round is among those it is given.
         """
         names = {k: path.name for k, path in sorted(self.files.items())}
         self._index[self.round] = names
@@ -172,7 +172,11 @@ class StoredStates(Mapping[int, Payload]):
 
 
 def parse_index(folder: Path, index: str) -> dict[int, str]:
-    """Return the file of each client that the index of a checkpoint names.
+    """Parse the index of a checkpoint: client -> name of the file with its state.
+
+    Args:
+        folder: The folder of the files, for messages.
+        index: The text, as `StateFiles.index` returned it.
 
     Raises:
         CheckpointError: The index is damaged.
