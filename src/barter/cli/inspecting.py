@@ -53,7 +53,7 @@ __all__ = [
 
 
 def write_report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
-    """Run `barter report`.
+    """Run `barter report`: write the HTML page of a run or of a comparison.
 
     With `live`, the page is written again after every round until the run has ended.
 
@@ -112,7 +112,7 @@ def print_privacy(run: Path | None, ledger: Path | None = None) -> None:
 
 
 def attack_run(run: Path, shadows: int, *, canary: bool, tries: int, images: int) -> None:
-    """Run `barter attack`, on the CPU.
+    """Run `barter attack`: attack a run as a curious server, on the CPU, and print the results.
 
     Args:
         run: The folder of a run; with `canary` also a configuration file.

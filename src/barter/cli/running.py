@@ -109,10 +109,10 @@ def resume_run(
     *,
     tensorboard: bool,
 ) -> None:
-    """Run `barter resume`.
+    """Run `barter resume`: continue a run after its last round, or after an earlier one.
 
-    A run that stopped early is only reported, unless --rounds, an earlier --round or a larger
-    --patience is given.
+    None for an option keeps the run's value. A run that stopped early is only reported, unless
+    --rounds, an earlier --round or a larger --patience is given.
 
     Raises:
         CheckpointError: It is no run, never began, or its checkpoint does not fit.

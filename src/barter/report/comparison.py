@@ -281,7 +281,7 @@ def _table(compared: Comparative) -> str:
 
 
 def _costs(results: Results) -> Section:
-    """Draw traffic, time by phase, and memory where known, as means over seeds."""
+    """Draw traffic and time by phase as means over seeds, and the peak memory where known."""
     names = list(results)
     traffic: dict[str, list[float]] = {"up": [], "down": []}
     for way, means in traffic.items():

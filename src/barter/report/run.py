@@ -255,7 +255,7 @@ def _names(config: Config) -> list[str]:
 def make_tiles(rounds: Sequence[Round]) -> list[Tile]:
     """Return the cards of a run: accuracies, the primary model's first, and costs.
 
-    A card on participation is added if some clients never took part.
+    A card on participation is added if some clients never took part. There must be a round.
     """
     of_clients = [card for test in TEST_TITLES if (card := _clients_card(rounds, test)) is not None]
     of_server = [card for card in [_server_card(rounds)] if card is not None]
