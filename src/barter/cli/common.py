@@ -115,8 +115,8 @@ def import_optional(module: str) -> Any:
     """Import and return a module of barter that needs an extra, or Ray.
 
     Args:
-        module: Its name below `barter`, such as "flower.deploy", or "ray", which Flower's simulation
-            needs.
+        module: Its name below `barter`, such as "flower.deploy", or "ray", which Flower's
+            simulation needs.
 
     Raises:
         ConfigError: The extra is not installed; the message has the command that installs it.
