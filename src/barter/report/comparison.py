@@ -82,11 +82,12 @@ class ComparisonReport:
         return [has_ended(run, self.comparison.rounds) for run in self._runs()]
 
     def page(self, *, live: bool, quick: bool = False) -> str:
-        """Return the page of the finished runs.
+        """Return the HTML page of the finished runs; the plan is read from the folder again.
 
         Args:
             live: The page reloads itself.
-            quick: Do not read the data, which may take long; the split is then omitted.
+            quick: Do not read the data, which may take long; the split is then omitted, unless it
+                is known from an earlier page.
         """
         comparison = self.comparison = Comparison.at(self.folder)
         results, missing = comparison.results()
@@ -280,7 +281,7 @@ def _table(compared: Comparative) -> str:
 
 
 def _costs(results: Results) -> Section:
-    """Draw traffic, time by phase, and memory where known, as means over seeds."""
+    """Draw traffic and time by phase as means over seeds, and the peak memory where known."""
     names = list(results)
     traffic: dict[str, list[float]] = {"up": [], "down": []}
     for way, means in traffic.items():
