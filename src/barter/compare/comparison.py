@@ -26,7 +26,7 @@ from barter.core.record import Round
 from barter.core.variant import PAPER_PRESET, differences_from_paper
 from barter.data.task import with_absolute_paths
 from barter.runs.folder import count_rounds, has_ended, has_stopped_early, read_records
-from barter.runs.picture import draw_curves
+from barter.runs.picture import Curve, draw_curves
 from barter.runs.progress import format_duration
 from barter.runs.summary import (
     ALWAYS,
@@ -334,7 +334,7 @@ class Comparison:
             paths.append(self.folder / name)
             replace_text(paths[-1], text)
         metric = compared.question.metric
-        curves = metric_curves(results, metric)
+        curves = _as_drawn(metric_curves(results, metric), metric)
         label = curve_label(results, metric)
         for ending in ("svg", "pdf", "png"):
             paths.append(self.folder / f"curves.{ending}")
@@ -366,6 +366,20 @@ def cost_positions(results: Results) -> dict[str, tuple[dict[str, dict[int, floa
     return {
         "time": (hours, "simulated time (hours)"),
         "bytes": (gigabytes, "bytes of all clients, both ways (GB)"),
+    }
+
+
+def _as_drawn(
+    curves: Mapping[str, Mapping[int, Curve]], metric: str
+) -> dict[str, dict[int, Curve]]:
+    """Return curves in the unit of `curve_label`: percent for shares, otherwise unchanged."""
+    factor = 100 if is_share(metric) else 1
+    return {
+        name: {
+            seed: [(at, None if value is None else factor * value) for at, value in curve]
+            for seed, curve in seeds.items()
+        }
+        for name, seeds in curves.items()
     }
 
 

@@ -91,10 +91,10 @@ class Site:
     def answer(self, request: Payload) -> Payload:
         """Return the reply to a request, "hello" or a call, as a payload tree.
 
-        An error becomes a reply with the key "error"; only a request without the key "ask" raises.
-        After a failed call, the next one restores the client from disk.
+        An error becomes a reply with the key "error". After a failed call, the next one restores the
+        client from disk.
         """
-        if request["ask"] == "hello":
+        if request.get("ask") == "hello":
             try:
                 self._require_budget()
                 hello = self.introduce(request["config"])

@@ -561,14 +561,14 @@ def run_worker(path: Path, door: Path) -> None:
             request = decode(frame)
             seconds = float(request.get("timeout", LONGEST_CALL))
         except (BarterError, AttributeError, TypeError, ValueError) as error:
-            return encode({"error": f"malformed request: {error}", "traceback": ""})
+            return encode({"error": f"malformed request: {error}", "traceback": "", "quiet": True})
         if request.get("ask") == "call":
             try:
                 header = frame.header.encode(errors="replace")
                 spent = seconds_since(begun, hashlib.sha256(header).hexdigest())
                 seconds = setup.consent.within(setup.name, seconds, spent)
             except ConfigError as error:
-                return encode({"error": str(error), "traceback": ""})
+                return encode({"error": str(error), "traceback": "", "quiet": True})
         if reporting:
             progress.begin()
         # After these seconds the server has given up, or the site's consent is used up.

@@ -195,7 +195,7 @@ def calibrate_step_noise(epsilon: float, delta: float, rate: float, steps: int) 
         epsilon: ε of all steps together.
         delta: δ, the probability that ε does not hold.
         rate: The probability that an image takes part in a step.
-        steps: The number of steps.
+        steps: The number of steps, at least 1.
 
     Returns:
         The standard deviation in units of C, with a relative error of about 1e-5 upwards.
@@ -204,6 +204,9 @@ def calibrate_step_noise(epsilon: float, delta: float, rate: float, steps: int) 
         ConfigError: If dp-accounting is not installed, unless so little noise suffices that
             subsampling is ignored (`SLIGHT`).
     """
+
+    if steps < 1:
+        raise ValueError(f"{steps} steps: they release nothing, so any noise stays within ε")
 
     def excess(log: float) -> float:
         return composed_epsilon({SampledRelease(math.exp(log), rate): steps}, delta) - epsilon

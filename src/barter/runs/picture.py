@@ -309,7 +309,7 @@ def draw_curves(
     """Draw a line per method: the mean over seeds, and a band of one standard deviation.
 
     Args:
-        lines: Method -> seed -> curve, with accuracies between 0 and 1; they are drawn in percent.
+        lines: Method -> seed -> curve, with values as the axis shows them.
         label: The label of the y axis.
         path: The file, whose ending determines the format.
         positions: Method -> round -> its place along the x axis; None for the round itself.
@@ -328,10 +328,8 @@ def draw_curves(
         size = (5.2, max(3.4, 2.6 + legend_height))
         figure, axes = plt.subplots(figsize=size, layout="constrained")
         for i, (name, seeds) in enumerate(lines.items()):
-            rounds, mean_shares, spread_shares = mean_and_deviation(seeds.values())
+            rounds, means, spread = mean_and_deviation(seeds.values())
             places = rounds if positions is None else [positions[name][t] for t in rounds]
-            means = [100 * share for share in mean_shares]
-            spread = [100 * share for share in spread_shares]
             colour = COLOURS[i % len(COLOURS)]
             style = STYLES[i // len(COLOURS) % len(STYLES)]
             # matplotlib hides labels that begin with an underscore.
