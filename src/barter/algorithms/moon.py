@@ -107,7 +107,10 @@ class MOON(FedAvg):
         return add_projection_head(network, self.projection)
 
     def client_update(self, client: Client, w: State) -> State:
-        """Train the server's weights with the contrastive loss and return them."""
+        """Train the server's weights with the contrastive loss and return the trained weights.
+
+        The previous model of the loss is the client's before it loads `w`.
+        """
         model = client.model
         prev = frozen_copy("previous", client)
         model.load_state_dict(w)
