@@ -108,8 +108,7 @@ def sketch_loss(
 
     The loss is the ensemble's cross entropy, plus λ1 times the sum of the distances of normalisation
     statistics over all layers of all clients' models, minus λ2 times KL(ensemble ‖ model). The
-    divergence is the mean over all images, in which those count 0 for which both predict the same
-    class.
+    divergence is averaged over all images and counts 0 where both predict the same class.
 
     Args:
         sketch: The generator and its noise.

@@ -322,8 +322,8 @@ class DFRD(PartialTraining[Distiller]):
         Args:
             server: The server, whose model is trained in place.
             generator: The generator, trained in place.
-            slow: The slow copy of the generator, whose images the global model learns from too; it
-                is not trained. None is without.
+            slow: The slow copy of the generator, whose images the global model learns from too, or
+                None; it is not trained.
             ensemble: The clients' models.
             tau: Each client's weight for each label (clients, classes).
             p: Probability of each label (classes,).

@@ -41,7 +41,10 @@ __all__ = ["FedDM"]
 
 @torch.no_grad()
 def perturb_parameters(rho: float, model: Classifier) -> None:
-    """Move the model's parameters in place in a random direction, by ρ over all of them."""
+    """Move the vector of all of a model's parameters by a distance ρ in a random direction.
+
+    The parameters are changed in place.
+    """
     directions = [torch.randn_like(parameter) for parameter in model.parameters()]
     length = torch.stack([direction.square().sum() for direction in directions]).sum().sqrt()
     for parameter, direction in zip(model.parameters(), directions, strict=True):

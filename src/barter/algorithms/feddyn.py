@@ -132,7 +132,10 @@ class FedDyn(Algorithm[Cloud, Drifter]):
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, anchor=anchor)
 
     def evaluate_server(self, server: Cloud, test: Images) -> dict[str, float]:
-        """Evaluate w_cloud, and the mean of the models trained in the last round."""
+        """Return the metrics of w_cloud, and the accuracy of the last round's mean model.
+
+        That is the mean of the models trained in the last round; its accuracy is `average_global`.
+        """
         model = copy.deepcopy(server.model)
         model.load_state_dict(server.average)
         return {**super().evaluate_server(server, test), "average_global": accuracy(model, test)}

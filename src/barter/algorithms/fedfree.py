@@ -216,7 +216,7 @@ def layer_outputs(weight: Tensor, bias: Tensor | None, noise: Tensor) -> Tensor:
 
     Args:
         weight: The layer's weight.
-        bias: Its bias; None is without.
+        bias: Its bias, or None.
         noise: Inputs (samples, channels), or (samples, channels, height, width) for a convolution,
             with at least as many channels as the layer has inputs; further ones are ignored.
     """

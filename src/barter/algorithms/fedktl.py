@@ -154,6 +154,9 @@ def alignment(
 ) -> Tensor:
     """Return the aligner's loss: discrepancy plus λ times distance to centres.
 
+    The discrepancy is `mmd` between the aligned prototypes and `codes`; the distance is the mean
+    square between an aligned prototype and the centre of its class, which is trained too.
+
     Args:
         aligner: The network to train.
         lam: λ, the weight of the second term.
@@ -287,7 +290,7 @@ class FedKTL(OneWidth[AligningServer]):
 
         Args:
             client: The client that trains.
-            lessons: The generated images of the last round; empty in the first round.
+            lessons: The last round's lesson, a list of one; empty in the first round.
         """
         data = client.data
         model = client.model

@@ -145,7 +145,7 @@ class FedProto(OneWidth[S, Follower]):
 
         By prototype there are accuracies only, under the usual names. All metrics by the head are
         named head_METRIC. A client without prototypes is evaluated by the head alone, under the
-        usual names. The client's report is added and cleared.
+        usual names. The client's report is included, then cleared.
         """
         if not client.prototypes:
             return super().evaluate(client)

@@ -51,7 +51,8 @@ __all__ = ["MOON", "contrast", "moon_loss"]
 def contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Tensor:
     """Return the contrastive loss (Eq. 3), averaged over a batch.
 
-    It is -log(g / (g + p)) with g = exp(sim(z, z_glob) / τ) and p = exp(sim(z, z_prev) / τ).
+    It is -log(g / (g + p)) with g = exp(sim(z, z_glob) / τ) and p = exp(sim(z, z_prev) / τ), where
+    sim is the cosine similarity.
 
     Args:
         z: Features of the model that is trained.

@@ -175,7 +175,7 @@ class SharedHead(OneWidth[H, K]):
         """Evaluate the client's network with its own head and with the shared one.
 
         Metrics with the shared head are named shared_METRIC; a client that never received one has
-        none. The client's report is added and cleared.
+        none. The client's report is included, then cleared.
         """
         if not client.head:
             return super().evaluate(client)

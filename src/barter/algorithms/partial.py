@@ -181,7 +181,7 @@ class PartialTraining(Algorithm[S, Client]):
         """Return batch-norm statistics of the client's images in the full network.
 
         Args:
-            client: The client.
+            client: The client, whose own model is not changed.
             w: The weights of the full network.
         """
         full_network = lanes.lane_module("whole network", lambda: widen_network(client.model))
@@ -247,8 +247,9 @@ class PartialTraining(Algorithm[S, Client]):
     ) -> State:
         """Return the server's weights, each averaged over the clients that trained it.
 
-        This is Eq. 1 of DFRD. Weights that no client trained are unchanged. The server's model is
-        not changed.
+        This is Eq. 1 of DFRD. Clients are weighted by `weighting`. With `own_rows`, the head's row
+        of a class is averaged over the clients that trained on images of the class. Weights that no
+        client trained keep their values. The server's model is not changed.
 
         Args:
             server: The server.

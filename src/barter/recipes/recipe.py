@@ -79,7 +79,7 @@ class PublishedRecipe:
 
         Raises:
             ConfigError: There is no such file (the message says how to get it, and its format), or a
-                path or download is asked for data that need no file.
+                path or a download is given for data that need no file.
         """
         if self.data not in NPZ_FILES:
             if path is not None or download:

@@ -222,7 +222,7 @@ class AdversarialClient:
 
     It does so in every evaluation, and in one other method per round. Of each method, an answer is
     sent that its contract rejects, then malformed ones that it accepts, then attacks that must be
-    refused. At the end come attacks that may pass, each in all methods of one round. To create it
+    refused. At the end come attacks that may pass, each in all methods of one round. The constructor
     replaces the engine's `receive_answer`; call `next_round` after each round.
     """
 

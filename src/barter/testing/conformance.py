@@ -87,7 +87,7 @@ class Trial:
             out: The run's folder; None writes nothing.
             resume: Continue the run in the folder.
             min_clients: Number of clients that must answer; all if None.
-            network: A simulated network; None is without.
+            network: A simulated network, or None.
         """
         # With two architectures, two of the three clients have the same one.
         models = (
