@@ -338,8 +338,8 @@ class FedFree(Algorithm[Bridge, Client]):
     def check_upload(self, server: Bridge, k: int, uploaded: list[Layer]) -> list[Layer]:
         """Return the layers that client `k` uploaded, after checking that its network has them.
 
-        If the server cannot build the network, only the number of axes, the kernels' size and the
-        number of layers are checked.
+        If the server cannot build the network, only the number of axes, the kernels' size, and number
+        and names of the layers are checked.
 
         Raises:
             PayloadError: A layer is not one of the network's, is uploaded twice, or there are more
@@ -459,7 +459,10 @@ class FedFree(Algorithm[Bridge, Client]):
         return (layer_outputs(w, b, noise)[:, :outputs] - target).square().mean(0)
 
     def expected_discrepancy(self, w: Tensor, b: Tensor, layer: Layer) -> Tensor:
-        """Return the expectation of `discrepancy` over standard normal noise, in closed form."""
+        """Return the expectation of `discrepancy` over standard normal noise, in closed form.
+
+        Kernels of different sizes are aligned as in `resize_weight`.
+        """
         outputs = min(len(w), len(layer["weight"]))
         inner = [max(a, c) for a, c in zip(w.shape[1:], layer["weight"].shape[1:], strict=True)]
         shape = torch.Size([outputs, *inner])
