@@ -106,9 +106,9 @@ def sketch_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of a batch of synthetic images, and the images.
 
-    The loss is the ensemble's cross entropy, plus λ1 times the sum of the distances of normalisation
-    statistics over all layers of all clients' models, minus λ2 times KL(ensemble ‖ model). The
-    divergence is averaged over all images and counts 0 where both predict the same class.
+    The loss is the ensemble's cross entropy, plus λ1 times the distances of normalisation
+    statistics, summed over all layers of all clients' models, minus λ2 times KL(ensemble ‖ model).
+    The divergence is averaged over all images and counts 0 where both predict the same class.
 
     Args:
         sketch: The generator and its noise.
@@ -237,8 +237,8 @@ class DENSE(Algorithm[Archive]):
     def distil(self, server: Archive, ensemble: Ensemble, shares: Tensor) -> None:
         """Distil the ensemble into the server's model in one pass over stored images.
 
-        The targets are the mean of the clients' logits, weighted by `shares` (clients, classes). The
-        loss is `tempered_kl`, and the images are not augmented.
+        The targets are the mean of the clients' logits, weighted by `shares` (clients, classes).
+        The loss is `tempered_kl`, and the images are not augmented.
         """
         images = self.images(server)
         index = torch.arange(len(images), device=server.device)

@@ -476,9 +476,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     def learn(self, client: DFFKEClient) -> Offer:
         """Train locally and return what the server makes transfer data from.
 
-        That is the number of offered images, the weights if the server decodes images (`inverts`), and
-        what `reveal` asks for: embeddings and labels of random images, mixtures of these, or their
-        statistics. The indices of these images are stored in `client.offered`.
+        That is the number of offered images, the weights if the server decodes images (`inverts`),
+        and what `reveal` asks for: embeddings and labels of random images, mixtures of these, or
+        their statistics. The indices of these images are stored in `client.offered`.
 
         Raises:
             ConfigError: If statistics are asked for, and no class has five offered images.
@@ -575,8 +575,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         """Train the decoder Dec and return its state (Eq. 12).
 
         It turns each image's code into an image that the client's network maps back to this code.
-        Training starts from `server.decoder`, or anew if that is empty; with `warm_decoder` the result
-        is stored there.
+        Training starts from `server.decoder`, or anew if that is empty; with `warm_decoder` the
+        result is stored there.
 
         Args:
             server: The server, which reports the loss of the last epoch as `decoder_loss`.
@@ -658,8 +658,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     def exchange(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> None:
         """Learn from other clients' logits on new and earlier transfer images (Eqs. 13 and 14).
 
-        With `local_review`, private images are learned from too. The client must have been delivered
-        the lessons' entries by `teach`; entries beyond `memory` are dropped afterwards.
+        With `local_review`, private images are learned from too. The client must have been
+        delivered the lessons' entries by `teach`; entries beyond `memory` are dropped afterwards.
 
         Args:
             client: The client, whose model is trained in place.

@@ -461,8 +461,8 @@ class DFRD(PartialTraining[Distiller]):
         """Report the quality of a batch of generated images, and agreement with the ensemble.
 
         These are the images' variety (see `variety`), their distance from the clients' batch
-        statistics (`strangeness`), how often the ensemble predicts the label (`recognised`), and how
-        often the server's model predicts the same class as the ensemble (`agreement`; before
+        statistics (`strangeness`), how often the ensemble predicts the label (`recognised`), and
+        how often the server's model predicts the same class as the ensemble (`agreement`; before
         fine-tuning `agreement_before`, if models are averaged).
         """
         x, y = self.generate_batch(server, generator, p)
@@ -482,7 +482,7 @@ class DFRD(PartialTraining[Distiller]):
     def generate_batch(
         self, server: Distiller, generator: MergeGenerator, p: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Generate `samples` images, whose labels are sampled with probabilities proportional to `p`.
+        """Generate `samples` images, whose labels are sampled in proportion to `p` (classes,).
 
         Returns:
             Images as network input, and labels.

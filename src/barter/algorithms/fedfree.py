@@ -338,8 +338,8 @@ class FedFree(Algorithm[Bridge, Client]):
     def check_upload(self, server: Bridge, k: int, uploaded: list[Layer]) -> list[Layer]:
         """Return the layers that client `k` uploaded, after checking that its network has them.
 
-        If the server cannot build the network, only the number of axes, the kernels' size, and number
-        and names of the layers are checked.
+        If the server cannot build the network, only the number of axes, the kernels' size, and
+        number and names of the layers are checked.
 
         Raises:
             PayloadError: A layer is not one of the network's, is uploaded twice, or there are more

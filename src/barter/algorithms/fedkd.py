@@ -101,7 +101,8 @@ def fedkd_loss(
     """Return both networks' cross entropies plus distillation divided by them.
 
     Distillation is KL(shared ‖ own) + KL(own ‖ shared), with the first of each constant, plus the
-    mean squared distance of features. The divisor, the sum of both cross entropies, is constant too.
+    mean squared distance of features. The divisor, the sum of both cross entropies, is constant
+    too.
 
     Args:
         own: The client's network, the mentor.

@@ -316,8 +316,8 @@ class FedKTL(OneWidth[AligningServer]):
         The classes of the prototypes are added to `server.known`.
 
         Returns:
-            The latent centres of all classes that some client has sent so far (classes, latent_dim),
-            in ascending order of the classes.
+            The latent centres (classes, latent_dim) of all classes that some client has sent so
+            far, in ascending order of the classes.
         """
         device = server.device
         generator = pretrained_generator(self.generator, self.weights, device)

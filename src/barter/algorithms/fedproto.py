@@ -133,7 +133,7 @@ class FedProto(OneWidth[S, Follower]):
     def remaining(
         self, method: str, earlier: tuple[ByClass], later: tuple[ByClass]
     ) -> tuple[ByClass] | None:
-        """Return the prototypes of classes that the later call does not replace; None without any."""
+        """Return the prototypes of classes that the later call does not replace, or None."""
         table = earlier[0]
         left = ~torch.isin(table["classes"], later[0]["classes"])
         if not left.any():

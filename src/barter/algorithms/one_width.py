@@ -128,8 +128,8 @@ class SharedHead(OneWidth[H, K]):
     def setup(self, server: H, clients: Clients) -> None:
         """Set `server.head`, the head that all clients start from.
 
-        It is the first client's untrained head, or a new linear layer if the server cannot build the
-        clients' networks. Heads of different architectures are initialised differently, and the
+        It is the first client's untrained head, or a new linear layer if the server cannot build
+        the clients' networks. Heads of different architectures are initialised differently, and the
         average of heads that were trained from different initial weights is worth little. Networks
         taken over from another run keep their heads: then nothing is set.
         """

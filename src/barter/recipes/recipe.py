@@ -78,8 +78,8 @@ class PublishedRecipe:
             download: Have the run fetch the data set by torchvision instead; `path` is ignored.
 
         Raises:
-            ConfigError: There is no such file (the message says how to get it, and its format), or a
-                path or a download is given for data that need no file.
+            ConfigError: There is no such file (the message says how to get it, and its format), or
+                a path or a download is given for data that need no file.
         """
         if self.data not in NPZ_FILES:
             if path is not None or download:

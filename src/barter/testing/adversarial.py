@@ -128,7 +128,7 @@ def _is_variance(path: str) -> bool:
 
 
 def _enlarge(answer: Payload, earlier: Payload, times: float = 1000.0) -> Payload:
-    """Return the answer with all float tensors multiplied by `times`, up to the contracts' bound."""
+    """Return the answer with all float tensors times `times`, up to the contracts' bound."""
 
     def scale(path: str, value: Any) -> Any:
         return (value * times).clamp(-BOUND, BOUND) if _is_float(value) else value
@@ -222,8 +222,8 @@ class AdversarialClient:
 
     It does so in every evaluation, and in one other method per round. Of each method, an answer is
     sent that its contract rejects, then malformed ones that it accepts, then attacks that must be
-    refused. At the end come attacks that may pass, each in all methods of one round. The constructor
-    replaces the engine's `receive_answer`; call `next_round` after each round.
+    refused. At the end come attacks that may pass, each in all methods of one round. The
+    constructor replaces the engine's `receive_answer`; call `next_round` after each round.
     """
 
     def __init__(self, engine: BaseEngine) -> None:

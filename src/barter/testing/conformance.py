@@ -124,7 +124,10 @@ class Trial:
 
     @cached_property
     def recorded_calls(self) -> Listening:
-        """Return the wire of the undisturbed run, whose `methods` are the calls, once it has run."""
+        """Return the wire of the undisturbed run, which records the calls in `methods`.
+
+        It is empty until `straight` has been computed.
+        """
         return Listening(self.algorithm.may_be_infinite)
 
 

@@ -36,8 +36,8 @@ def export_model(model: TrainedModel, to: Path) -> None:
     files beside it. No part of the file remains if writing fails.
 
     Raises:
-        ConfigError: The file exists, has another suffix, or cannot be written; the network cannot be
-            traced (.onnx and .pt2); or ONNX is not installed.
+        ConfigError: The file exists, has another suffix, or cannot be written; the network cannot
+            be traced (.onnx and .pt2); or ONNX is not installed.
     """
     write = EXPORT_FORMATS.get(to.suffix)
     if write is None:
