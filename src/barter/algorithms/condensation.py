@@ -183,12 +183,12 @@ class Condensation(Algorithm[Server, Condenser]):
         Args:
             server: The server, whose model is trained in place and left in training mode.
             loss: Called with a batch of images, their labels and `extras`; returns the loss to
-                minimise, then its terms.
+                minimise, then other values, such as its terms.
             images: Condensed images as bytes, at least one.
             labels: Their classes (N,).
             extras: Tensors that are the same in every step.
-            terms: Names of the values that `loss` returns, the total first; there may be more names
-                than values.
+            terms: Names of the values that `loss` returns, in order. Values without a name are not
+                reported, and names without a value are ignored.
             weight_decay: Weight decay of the SGD.
         """
         trainer = Trainer.of(server.model.train(), sgd(self.server_lr, self.momentum, weight_decay))

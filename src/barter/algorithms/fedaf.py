@@ -246,8 +246,8 @@ class FedAF(Condensation):
     def condense(self, client: Condenser, shared: Means) -> Labelled:
         """Condense the client's images; return them as bytes (S_k) with soft labels (R_k).
 
-        There is one soft label per condensed class: the softmax of the mean logits of all its
-        original images, divided by τ. Classes with fewer than `min_samples` images are left out.
+        There is one soft label per condensed class: softmax(v / τ), where v are the mean logits of
+        all its original images. Classes with fewer than `min_samples` images are left out.
 
         Args:
             client: The client, whose `images` and report are updated; its model stays the same.
