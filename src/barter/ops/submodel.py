@@ -220,8 +220,8 @@ def _defended(
 def head_names(model: nn.Module) -> frozenset[str]:
     """Return the tensor names of the linear layer defined last, which has one row per class.
 
-    They are NAME.weight and NAME.bias, even if the layer has no bias. Without linear layers, the set
-    is empty.
+    They are NAME.weight and NAME.bias, even if the layer has no bias. Without linear layers there
+    are none.
     """
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     return frozenset(f"{name}.{part}" for name in linears[-1:] for part in ("weight", "bias"))

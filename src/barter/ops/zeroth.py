@@ -40,8 +40,9 @@ def sample_directions(
         q: Number of directions.
         kind: "sphere" gives every sample directions of length 1, "gaussian" standard normal ones.
         frequencies: Number of lowest frequencies to use along each of the last two axes; None uses
-            all. In a space of few dimensions, few directions give a better estimate, and fine patterns that
-            only fool a network are left out (low-frequency perturbations, Guo et al. 2019).
+            all. In a space of few dimensions, few directions give a better estimate, and fine
+            patterns that only fool a network are left out (low-frequency perturbations, Guo et al.
+            2019).
 
     Returns:
         Directions (q, *x.shape).
