@@ -24,8 +24,8 @@ def current_precision() -> Precision:
 def use_precision(precision: Precision) -> Iterator[None]:
     """Compute with this precision and deterministic cuDNN kernels in the block.
 
-    fp32 forbids TF32 in matrix products and convolutions, the others allow it. With bf16, `autocast`
-    returns an enabled context. It applies to all threads.
+    fp32 forbids TF32 in matrix products and convolutions, the others allow it. With bf16,
+    `autocast` returns an enabled context. It applies to all threads.
     """
     global _current
     before = _current

@@ -121,8 +121,8 @@ class Decoder(nn.Module):
     def from_state(cls, state: State, spec: Spec, parts: int = 0) -> Decoder:
         """Return a frozen decoder with this state, in evaluation mode.
 
-        The width of codes follows from the state. On a lane the decoder is valid until the next call
-        for the same format.
+        The width of codes follows from the state. On a lane the decoder is valid until the next
+        call for the same format.
         """
         shape = state["start.weight"].shape
         name = ("restored", shape, spec, parts)
@@ -257,7 +257,7 @@ class MergeGenerator(nn.Module):
         return z + embedding if self.merge == "add" else torch.cat([z, embedding], 1)
 
     def generate(self, h: Tensor) -> Tensor:
-        """Generate the images of merged inputs h (N, width), between -1 and 1, of the spec's size."""
+        """Generate images of the spec's size, between -1 and 1, from merged inputs (N, width)."""
         x = h[:, :, None, None]
         for layer in self.body:
             by_product = isinstance(layer, nn.ConvTranspose2d) and not x.is_cuda

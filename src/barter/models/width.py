@@ -42,8 +42,8 @@ def narrow_network(network: Classifier, rate: float) -> Classifier:
         rate: Fraction of the channels to keep.
 
     Raises:
-        ConfigError: If the rate is not in (0, 1], a layer's inputs do not match an earlier layer, or
-            a convolution has groups and is not depthwise.
+        ConfigError: If the rate is not in (0, 1], a layer's inputs do not match an earlier layer,
+            or a convolution has groups and is not depthwise.
     """
     if not 0 < rate <= 1:
         raise ConfigError(f"rate={rate}: a part of a network's width is > 0 and <= 1")
