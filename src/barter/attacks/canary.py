@@ -122,7 +122,8 @@ def _bound_at(
         scores: Scores without, then with the image.
         threshold: The threshold.
         above: Whether the attacker looks for tries with the image, by scores above the threshold;
-            otherwise for tries without, by scores that are not. A hit is a try that it looks for.
+            otherwise for tries without, by scores that are not. Hits are tries of this kind that it
+            finds, false alarms those of the other kind.
         delta: δ, the probability that ε does not hold.
         confidence: The probability with which the bound holds.
     """

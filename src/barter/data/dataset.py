@@ -71,7 +71,10 @@ class Dataset:
                 )
 
     def fingerprint(self) -> str:
-        """Return a hash of all images, labels and domains, 16 hexadecimal digits."""
+        """Return a hash of all images, labels and domain numbers, 16 hexadecimal digits.
+
+        Names of classes and domains do not count.
+        """
         train = (self.x_train, self.y_train, self.domain_train)
         test = (self.x_test, self.y_test, self.domain_test)
         return fingerprint(*train, *test)
@@ -414,9 +417,9 @@ def from_python(
 
     Args:
         given: A `Dataset`, arrays (x_train, y_train[, x_test, y_test]), a dict of named arrays, a
-            PyTorch data set, a pair (train, test) of PyTorch data sets, or a list with one of all
-            these per client. In a list every client is a domain. Images in arrays have their
-            channels last, in tensors first; they are bytes, or floats between 0 and 1.
+            PyTorch data set, a pair (train, test) of PyTorch data sets, or a list with one of these
+            per client. In a list every client is a domain. Images in arrays have their channels
+            last, in tensors first; they are bytes, or floats between 0 and 1.
         name: The name of the data set.
         size: Side of the square that PIL images are resized to; None keeps their size. Other images
             keep their size.

@@ -92,7 +92,8 @@ def with_absolute_paths(data: Data) -> Data:
     """Return a copy with absolute paths, for processes that run in other folders.
 
     These are `root`, and the paths in `source` and `public`, such as npz:PATH; names of sources
-    stay. Relative paths count from the current folder.
+    stay. Relative paths count from the current folder. The copy lacks a data set that was given in
+    Python.
     """
 
     def absolute(source: str) -> str:

@@ -180,7 +180,7 @@ def discrepancy(choice: Discrepancy, teacher: Tensor, student: Tensor) -> Tensor
 
     "kl" is 0.1 KL(teacher ‖ student), scaled because a decoder that maximises it diverges
     otherwise. "mae" is the mean absolute, any other choice the mean squared difference of
-    probabilities. All are means over images.
+    probabilities, over images and classes.
     """
     if choice == "kl":
         return 0.1 * kl(teacher, student)

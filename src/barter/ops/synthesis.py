@@ -202,7 +202,8 @@ def images_for_display(
     Args:
         party: The party; only an `Artist` has a generator.
         codes: The codes.
-        y: Labels of the codes; if None, the predictions of the party's model.
+        y: Labels of the codes; if None, the predictions of the party's model, which is left in
+            evaluation mode.
         wanted: Called with all labels; returns the indices of the images to show.
     """
     if not isinstance(party, Artist) or not party.generator:
