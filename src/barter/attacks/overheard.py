@@ -76,7 +76,7 @@ class Upload:
 
 
 def clients_of(experiment: Experiment) -> dict[int, Client]:
-    """Return all clients of a run in this process, by id."""
+    """Return all clients by id, of a run whose clients are in this process."""
     assert isinstance(experiment.engine, LocalEngine)
     return dict(experiment.engine.clients)
 
@@ -91,7 +91,8 @@ def guard_of(experiment: Experiment) -> Guard:
 def collect_uploads(experiment: Experiment) -> dict[int, Upload]:
     """Run one more round and return what each client uploaded in it.
 
-    Clients that uploaded nothing are left out. The run's wire records from now on.
+    The experiment is then one round further, and its wire is replaced by one that records. Clients
+    that uploaded nothing are left out.
     """
     wire = RecordingWire(experiment.algorithm.may_be_infinite, experiment.engine.wire.codec)
     experiment.engine.wire = wire
@@ -206,13 +207,13 @@ def _part(
 
 
 def split_test(experiment: Experiment) -> tuple[Images, Images]:
-    """Split the test images at random into two halves.
+    """Split the global test images at random into two halves, the same for the same seed.
 
     Returns:
-        Images that the attacker owns, and images of no client, for membership inference.
+        Images that the attacker owns, then images of no client, for membership inference.
 
     Raises:
-        ConfigError: If there are too few test images.
+        ConfigError: If there are fewer than `MIN_TEST_IMAGES` test images.
     """
     every = experiment.task.global_test
     if len(every) < MIN_TEST_IMAGES:

@@ -42,7 +42,7 @@ def compress_update(update: Mapping[str, Tensor], energy: float) -> Compressed:
 
     Args:
         update: The tensors by name.
-        energy: Fraction of the squared singular values to keep.
+        energy: Fraction of each tensor's sum of squared singular values to keep.
 
     Returns:
         For each tensor, in order and without names, its two factors or a list of the tensor alone.
@@ -97,17 +97,18 @@ def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decompress_update(parts: Compressed, like: Mapping[str, Tensor]) -> State:
-    """Decompress an update.
+    """Restore an update that `compress_update` compressed, multiplying out its factors.
 
     Args:
         parts: The compressed update.
-        like: The network's tensors, in the order in which the update was compressed.
+        like: The network's tensors, in the order in which the update was compressed. Only names,
+            shapes and dtypes are used.
 
     Returns:
         The update by name.
 
     Raises:
-        PayloadError: If it has another number of tensors, or other dtypes or shapes than these.
+        PayloadError: If `parts` and `like` differ in the number of tensors, in dtypes or in shapes.
     """
     if len(parts) != len(like):
         raise PayloadError(f"a compressed update has {len(parts)} tensors, the network {len(like)}")
