@@ -131,6 +131,9 @@ def verify_split(
 ) -> None:
     """Check that a split network equals the original and fits the task.
 
+    Both are run on two fixed images on the CPU. Weights, buffers and random state stay; both end in
+    the mode, training or evaluation, that the original had.
+
     Args:
         original: The module that was split.
         classifier: The result of `split`.
@@ -139,7 +142,8 @@ def verify_split(
 
     Raises:
         ConfigError: If the logits differ, the input or output shape does not fit, or the network
-            returns something other than a tensor in training mode. Logits may differ by 1e-5.
+            computes something other than a tensor of features in training mode. Logits may
+            differ by 1e-5.
     """
     name = type(original).__name__
     probe = torch.linspace(-1, 1, 2 * shape[0] * shape[1] * shape[2]).reshape(2, *shape)
@@ -183,7 +187,10 @@ def verify_split(
 
 
 def _features_in_training(classifier: Classifier, probe: Tensor) -> object:
-    """Return the features in training mode; restore buffers and random state."""
+    """Return the features in training mode; restore buffers and random state.
+
+    The classifier is left in training mode.
+    """
     before = [buffer.clone() for buffer in classifier.buffers()]
     try:
         with torch.random.fork_rng(devices=[]):
