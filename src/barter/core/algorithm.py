@@ -260,8 +260,8 @@ class Algorithm(Generic[S, C]):
             later: The arguments of the later call.
 
         Returns:
-            Arguments with which the earlier call has the same effect before the later one; None if
-            the later call replaces all that the earlier one stored.
+            Arguments with which the earlier call has the same effect before the later one; None,
+            the default, if the later call replaces all that the earlier one stored.
         """
         return None
 
@@ -341,8 +341,8 @@ class Algorithm(Generic[S, C]):
                 them of those to show.
 
         Returns:
-            Indices into the client's images and the synthetic images; None if the round made none
-            or they are no longer stored.
+            Indices into the client's images, and the synthetic images as model input; None if the
+            round made none or they are no longer stored.
         """
         return None
 
@@ -356,8 +356,8 @@ class Algorithm(Generic[S, C]):
             t: The round.
 
         Returns:
-            Indices of the private images that they were made from, and the synthetic images; None
-            if the round made none or they are no longer stored.
+            Indices of the private images that they were made from, and all synthetic images as
+            model input; None if the round made none or they are no longer stored.
         """
         return None
 
@@ -373,7 +373,7 @@ class Algorithm(Generic[S, C]):
             wanted: Given the labels of all images available, returns the indices to show.
 
         Returns:
-            Labels and images; None if the party has none.
+            Labels, and images as model input; None if the party has none.
         """
         return None
 

@@ -264,7 +264,8 @@ class Clients(Sequence[int]):
         """Pass a payload from client to client and return the last client's answer.
 
         Clients are called in ascending order of their ids. The first receives `payload`, each
-        other one the previous client's answer; a client that fails is skipped.
+        other one the previous client's answer; a client that fails is skipped. An empty group
+        returns `payload`.
 
         Raises:
             ClientError: If fewer than `min_clients` clients answered, after all were called.

@@ -162,7 +162,8 @@ def tests_due(client: Client) -> dict[str, Images]:
 def record_before_exchange(client: Client, local_offset: Tensor | None = None) -> None:
     """Put the client's current metrics into its report, as before_METRIC.
 
-    Nothing is added if no test is due. The model is put into evaluation mode.
+    Nothing is added if no test is due. The model is put into evaluation mode, and `local_offset` is
+    that of `evaluate_client`.
     """
     metrics = evaluate_client(client, local_offset)
     client.report |= {f"before_{name}": value for name, value in metrics.items()}

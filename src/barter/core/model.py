@@ -97,8 +97,9 @@ BY_HAND = """write it by hand:
 def split(module: nn.Module) -> Classifier:
     """Convert a network with a last Linear layer to a Classifier; copies the module.
 
-    The head is the Linear layer that was defined last, all before it computes the features. A
-    Classifier is copied as it is. `verify_split` checks the result.
+    The head is the Linear layer that was defined last; the features are what the rest of the module
+    computes without it. Layers that follow or bypass the head make that wrong, which is not checked
+    here but by `verify_split`. A Classifier is copied as it is.
 
     Raises:
         ConfigError: If the module has no Linear layer, or is nothing but one.

@@ -133,9 +133,8 @@ def compare_answers(
 def probe(network: Classifier, weights: State, spec: Spec) -> Tensor:
     """Return the largest absolute logit of a network for random images.
 
-    The four images are always the same, and no other random numbers are drawn. The network keeps
-    the weights and is left in evaluation mode. The result is a tensor without axes, NaN if a logit
-    is.
+    The four images are always the same; no global generator is used. The network keeps the weights
+    and is left in evaluation mode. The result is a tensor without axes, NaN if a logit is.
 
     Args:
         network: A network of the same architecture on the device of the weights, which replace its

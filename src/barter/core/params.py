@@ -293,7 +293,7 @@ def check_fields(instance: object, where: str = "") -> None:
     None.
 
     Args:
-        instance: The instance, whose fields may be replaced.
+        instance: The instance, whose fields are replaced by converted values, also if it is frozen.
         where: Prefix of the fields' names in messages, such as "algorithm.".
 
     Raises:
@@ -376,8 +376,8 @@ def build_dataclass(cls: type[T], values: Mapping[str, object], where: str = "")
 def describe_fields(cls: type[Any]) -> list[Field]:
     """Return name, type, default, comment and heading of each dataclass field.
 
-    Fields are in their order of definition.     The default is `dataclasses.MISSING` if there is
-    none, or if a factory makes it.
+    Fields are in their order of definition. The default is `dataclasses.MISSING` if there is none,
+    or if a factory makes it.
     """
     hints = _hints(cls)
     meanings = read_comments(cls)

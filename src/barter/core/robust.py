@@ -231,7 +231,7 @@ class Defence:
 
         Args:
             blocks: As in `combine`.
-            weights: As in `combine`.
+            weights: For each block the clients' weights, of the block's shape.
             starts: For each block, the value from which differences are taken.
             by: "norm" compares norms alone. "update": updates of honest clients can be orthogonal,
                 so only those below -U / 2 (and -0.05) are left out. "content": features of honest
@@ -239,7 +239,7 @@ class Defence:
                 (U < 0.3). "prediction": predictions (clients, ..., images, classes) are compared
                 without each client's mean over images, which shows what classes it has. Those below
                 U (1 + U) / 3 are left out: the more alike predictions are, the more alike they
-                must be. The same holds for U < 0.3.
+                must be. Again, nobody is if U < 0.3.
             agreement: For each client its `class_agreement`, which decides instead of the
                 similarity unless it is NaN; those below 1/3 are left out. None for none.
         """
