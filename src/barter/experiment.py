@@ -539,14 +539,13 @@ class Experiment:
     def _earlier_round(self, before: str, than: int) -> str:
         """Return the command that goes back to an earlier round, for messages.
 
-        Sites of a run on Flower keep their own memory, which does not go back.
-
         Args:
             before: Text to put before the command.
             than: The round must be earlier than this one.
 
         Returns:
-            The text, or nothing if no earlier checkpoint is kept.
+            The text, empty if the run has no folder or no earlier checkpoint is kept. It is empty
+            on Flower too: sites keep their own memory, which does not go back.
         """
         return "" if self.folder is None else self._command_back(self.folder.path, before, than)
 

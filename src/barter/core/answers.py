@@ -127,7 +127,7 @@ class Known:
         return sum(shape.numel() * dtype.itemsize for shape, dtype in weights) or None
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes that contracts may refer to by name.
+        """Return the run's sizes that contracts may refer to, by name (`RUN_SIZES`).
 
         "features" is missing if the feature width is not known.
         """

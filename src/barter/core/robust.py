@@ -562,7 +562,7 @@ def clip_factors(
     """Return the factor by which each client's difference from the centre is scaled down.
 
     Differences are clipped to the median of all clients' `distances` from the centre: the factor is
-    median / own distance, at most 1.
+    median / own distance, at most 1. The arguments are those of `distances`.
     """
     norms = distances(blocks, weights, centres)
     return (median(norms) / norms.clamp_min(TINY)).clamp_max(1.0)

@@ -75,9 +75,10 @@ def resolve_partition(
 ) -> tuple[Partition, int]:
     """Return partition and number of clients, from the arguments and the data.
 
-    Without a partition, data of several domains, or split already, are divided by domain, with as
-    many clients as domains; all other data by `Dirichlet`. Lists of indices have as many clients as
-    lists. Everywhere else the default is 5 clients. A given number of clients always counts.
+    Without a partition, data of several domains, or split among several clients already
+    (clients:PATH), are divided by domain, with as many clients as domains; all other data by
+    `Dirichlet`. Lists of indices have as many clients as lists. Everywhere else the default is 5
+    clients. A given number of clients always counts.
 
     Args:
         data: The run's data.
