@@ -70,6 +70,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.compute.precision import full_precision
+from barter.core import robust
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Content, Counts, Floats, When
@@ -464,8 +465,9 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
     def ensemble_logits(self, logits: Tensor, shares: Tensor) -> Tensor:
         """Combine the clients' logits into those of the ensemble.
 
-        If `by_class`, it is the logarithm of the weighted mean probability, or of its robust
-        aggregate (`merge_logits`); otherwise the weighted mean of logits.
+        If `by_class` or with a defence on logits, it is the logarithm of the weighted mean
+        probability, or of its robust aggregate (`merge_logits`); otherwise the weighted mean of
+        logits.
 
         Args:
             logits: Logits (..., clients, images, classes).
@@ -474,7 +476,7 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         Returns:
             Logits (..., images, classes).
         """
-        if self.by_class:
+        if self.by_class or robust.active().defends("logits"):
             return merge_logits(logits, shares)
         return (shares[:, None] * logits).sum(-3)
 

@@ -333,12 +333,12 @@ def prepare_lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -
 def check_lesson(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson:
     """Check that a lesson is about images that its teacher, `owner`, has; return it unchanged.
 
-    It must cover all images of the newest entry, and may cover some of earlier ones. Targets
-    without an index cover all images of their round.
+    It must cover all images of the newest entry, without an index, and may cover some of earlier
+    ones. Targets without an index cover all images of their round.
 
     Raises:
         PayloadError: If it names a round twice, a round or an image that does not exist, or lacks
-            the newest round.
+            images of the newest round.
     """
     n_images = {entry["round"]: len(entry["codes"].get(owner, ())) for entry in entries}
     rounds = [targets["round"] for targets in lesson]
@@ -352,6 +352,11 @@ def check_lesson(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson
         available = n_images[round_number]
         index = targets.get("index")
         last = len(targets["logits"]) - 1
+        if index is not None and round_number == entries[-1]["round"]:
+            raise PayloadError(
+                f"a lesson on some images of round {round_number}, the newest: it must be on all "
+                f"{available}, in their order"
+            )
         if index is not None:
             last = int(index.max()) if len(index) else 0
         if last >= available or (index is None and last + 1 != available):
