@@ -279,6 +279,8 @@ def _summarise_scores(attack: str, scores: Mapping[int, tuple[Tensor, ImagePool]
     others = torch.cat([other for _, other in pairs.values()])
     clients = {k: _values(*pair) for k, pair in pairs.items() if all(map(len, pair))}
     note = f"{len(members)} members and {len(others)} others"
+    if not len(members) or not len(others):
+        return Result("membership", attack, note=f"{note}: nothing to tell apart")
     if len(others) * RATES[-1] < 1:
         note += "; too few for a false positive rate of 0.1 %"
     return Result("membership", attack, _values(members, others), clients, note)

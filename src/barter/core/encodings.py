@@ -307,10 +307,8 @@ def encode_tensor(
         rows: Which values share a scale, for int8 and int4. With "last", rows of fewer than 32
             values all share one.
         deflate: Compress the levels by zlib where that makes them smaller; not for webp.
-        noise: Rounds int8 and int4 at random to one of the two nearest levels; None rounds to the
-            nearest. With int8 the mean of the decoded values is then the value. With int4 that of
-            their square roots is, so that magnitudes come out too large on average. A generator of
-            the CPU, from which one number is drawn per value.
+        noise: Rounds int8 and int4 at random to one of the two nearest levels, so that the mean of
+            decoded values is the value; None rounds to the nearest.
 
     Returns:
         The coded tensor. None for "exact", and if the tensor is empty, has fewer than two axes, has
@@ -399,8 +397,8 @@ def _to_int4(matrix: Tensor, signed: bool, noise: torch.Generator | None) -> tup
     most = 7 if signed else 15
     peaks = matrix.abs().amax(1)
     divisors = torch.where(peaks > 0, peaks, torch.ones_like(peaks))
-    roots = (matrix.abs() / divisors.unsqueeze(1)).sqrt() * matrix.sign() * most
-    levels = _round(roots, noise).clamp_(-most, most).view(-1)
+    roots = (matrix.abs() / divisors.unsqueeze(1)).sqrt() * most
+    levels = (_round_roots(roots, noise) * matrix.sign()).clamp_(-most, most).view(-1)
     codes = (levels + 7 if signed else levels).to(torch.uint8)
     if len(codes) % 2:
         codes = torch.cat([codes, codes.new_zeros(1)])
@@ -413,6 +411,16 @@ def _round(values: Tensor, noise: torch.Generator | None) -> Tensor:
     if noise is None:
         return values.round()
     return (values + torch.rand(values.shape, generator=noise).to(values.device)).floor()
+
+
+def _round_roots(roots: Tensor, noise: torch.Generator | None) -> Tensor:
+    """Round to the nearest integer, or at random so that the squares have the right mean."""
+    if noise is None:
+        return roots.round()
+    lower = roots.floor()
+    # Squares of the two levels next to a root are 2 * lower + 1 apart.
+    share = (roots.square() - lower.square()) / (2 * lower + 1)
+    return lower + (torch.rand(roots.shape, generator=noise).to(roots.device) < share)
 
 
 def _to_pixels(images: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ def resolve_partition(
 ) -> tuple[Partition, int]:
     """Return partition and number of clients, from the arguments and the data.
 
-    Without a partition, data of several domains, or split among several clients already
+    Without a partition, data of several domains, or split among clients already
     (clients:PATH), are divided by domain, with as many clients as domains; all other data by
     `Dirichlet`. Lists of indices have as many clients as lists. Everywhere else the default is 5
     clients. A given number of clients always counts.
@@ -96,8 +96,9 @@ def resolve_partition(
     else:
         domains = len(data.given.domains)
     if partition is None:
-        partition = Domains() if domains > 1 else Dirichlet()
-        clients = domains if clients is None and domains > 1 else clients
+        divided = kind == "clients" or domains > 1
+        partition = Domains() if divided else Dirichlet()
+        clients = domains if clients is None and divided else clients
     elif isinstance(partition, str):
         partition = find_partition(partition)()
     elif not isinstance(partition, Partition):
