@@ -165,7 +165,9 @@ def encoded_traffic() -> Table:
     table = [["profile", "up", "down", "sum", "times fewer"]]
     most = None
     for label, runs in rows.items():
-        up, down = (fmean(run.curve[way][-1] for run in runs) / 1e6 for way in ("up", "down"))
+        up, down = (
+            fmean(run.curve[way][-1] or 0.0 for run in runs) / 1e6 for way in ("up", "down")
+        )
         most = most or up + down
         fewer = "" if label == "`exact`" else f"{most / (up + down):.1f}"
         table.append([label, f"{up:.1f}", f"{down:.1f}", f"{up + down:.1f}", fewer])
