@@ -228,10 +228,13 @@ def fedktl_loss(
 
 
 def mean_directions(model: Classifier, data: Images) -> ByClass:
-    """Return prototypes: the mean direction of each class in the space of the frame head.
+    """Return the prototype of each class that occurs: its mean direction, of length 1.
 
-    A prototype is the mean of the projected features of a class's images, scaled to length 1. The
-    model is left in evaluation mode.
+    Features are projected by the frame head, scaled to length 1, averaged over the class and scaled
+    again. The model must have a frame head (`add_frame_head`); it is left in evaluation mode.
+
+    Returns:
+        A table: "classes", sorted, and "vectors", one row for each of them.
     """
     model.eval()
 

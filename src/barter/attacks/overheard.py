@@ -165,11 +165,17 @@ def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
 
 
 def _find_images(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
-    """Return all images (bytes) in the answers, normalised; None without any."""
+    """Return all byte images in the answers as one batch of network input; None without any.
+
+    Every uint8 tensor (images, channels, height, width) with the spec's channels counts as images,
+    which are normalised and resized to the spec's size.
+    """
     tensors = [leaf for _, leaf in leaves(answers) if isinstance(leaf, Tensor)]
     images = [x for x in tensors if x.dtype == torch.uint8 and x.ndim == 4]
     found = [x for x in images if x.shape[1] == spec.channels and len(x)]
-    return prepare_batch(torch.cat(found), spec, Augment()) if found else None
+    if not found:
+        return None
+    return torch.cat([prepare_batch(x, spec, Augment()) for x in found])
 
 
 def _states(tree: Payload, like: State) -> Iterator[State]:
