@@ -183,7 +183,7 @@ def fit(
         batch_size: Images in a step.
         recipe: Optimizer and learning rate.
         goal: Stop after an epoch whose training accuracy is at least this value; None never stops.
-        data: Images to train on. None, and an empty set, stand for the client's own.
+        data: Images to train on; None stands for the client's own.
         steps: Steps in an epoch; by default an epoch is one pass over the data.
         by_class: One value per class, by which logits are adjusted before the loss; None adjusts
             nothing.
@@ -200,7 +200,7 @@ def fit(
     Raises:
         ConfigError: If the images are sealed and `seen` or `by_class` is given.
     """
-    data = data or client.data
+    data = client.data if data is None else data
     trainer = Trainer.of(client.model.train(), recipe, anchor)
     batch_loss = partial(
         classification, client.model, data.spec, data.augment, loss=loss, adjust=adjust
