@@ -21,9 +21,11 @@ from barter.recipes.stored import StoredRun, spread_over_seeds
 from benchmarks.tables import ROOT, stored_rows
 
 IMAGES = ROOT / "docs" / "images"
-COLOURS = ("#0b84a5", "#d1603d", "#7a8794")
+COLOURS = ("#0b84a5", "#d1603d", "#7a8794", "#8a63b8")
 # Methods that train before the first exchange; that accuracy is drawn at round 0.
-TRAINED_BEFORE = ("DFFKE", "the paper as written")
+TRAINED_BEFORE = ("DFFKE", "the paper as written", "oracle")
+# Methods of which the server's model is drawn; of the others, the mean of the clients.
+SERVER_MODEL = ("FedAvg",)
 WIDTH, HEIGHT, GAP = 190, 150, 44  # of a panel, and between panels
 TOP, LEFT, BOTTOM = 34, 34, 62
 ACROSS = 2  # panels in a row, so that a phone shows them large enough
@@ -67,6 +69,22 @@ FIGURES = {
             ("CIFAR-10, alpha 0.1", "dffke-cifar10-alpha-0.1", "CIFAR-10, alpha 0.1, preset paper"),
         )
     ],
+    "averaging.svg": [
+        Panel(
+            f"CIFAR-100, alpha {alpha}",
+            {
+                "DFFKE": dffke,
+                "FedAvg": f"averaging: fedavg, partition.alpha={alpha}",
+                "central": "averaging: central, partition.alpha=1.0",
+                "oracle": f"averaging: oracle, partition.alpha={alpha}",
+            },
+            f"dffke-cifar100-alpha-{alpha}",
+        )
+        for alpha, dffke in (
+            ("1.0", "dffke-cifar100-alpha-1.0"),
+            ("0.1", "averaging: dffke, partition.alpha=0.1"),
+        )
+    ],
     "cifar100-methods.svg": [
         Panel(
             f"CIFAR-100, alpha {alpha}",
@@ -85,19 +103,20 @@ FIGURES = {
 }
 
 
-def read_curve(runs: Sequence[StoredRun], before: bool) -> dict[int, float]:
+def read_curve(runs: Sequence[StoredRun], before: bool, metric: str) -> dict[int, float]:
     """Return the mean accuracy over seeds in % by round.
 
     Args:
         runs: The runs of a row.
         before: Whether round 0 is the accuracy after local training, before the first exchange.
+        metric: global for the mean of the clients, server for the server's model.
     """
     curve = {}
     trained = spread_over_seeds(runs, "trained", 1) if before else None
     if trained is not None:
         curve[0] = 100 * trained.mean
     for at in sorted(set.intersection(*(set(run.rounds) for run in runs))):
-        spread = spread_over_seeds(runs, "global", at)
+        spread = spread_over_seeds(runs, metric, at)
         if spread is not None:
             curve[at] = 100 * spread.mean
     return curve
@@ -112,7 +131,10 @@ def paper_accuracy(recipe: str) -> float | None:
 def draw_panel(panel: Panel, rows: Mapping[str, Sequence[StoredRun]], left: int, above: int) -> str:
     """Return the SVG elements of a panel whose plot starts `left` and `above` pixels from the corner."""
     curves = {
-        name: read_curve(rows[row], name in TRAINED_BEFORE) for name, row in panel.rows.items()
+        name: read_curve(
+            rows[row], name in TRAINED_BEFORE, "server" if name in SERVER_MODEL else "global"
+        )
+        for name, row in panel.rows.items()
     }
     paper = paper_accuracy(panel.recipe)
     highest = max(value for curve in curves.values() for value in curve.values())

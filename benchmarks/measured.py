@@ -7,15 +7,18 @@ heading first. `benchmarks.tables` writes them into the pages beside the tables 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from barter.recipes.recipe import find_recipe
+from barter.recipes.stored import group_by_row, read_stored_runs, spread_over_seeds
 from barter.runs.progress import format_bytes
 from benchmarks import adversaries, time_to_accuracy
 
 RESULTS = Path(__file__).parent / "results"
+RECIPES = Path(__file__).parent.parent / "src" / "barter" / "recipes"
 Table = list[list[str]]
 
 # Labels of DFFKE's protections by their names in dffke-privacy.json; the number is epsilon.
@@ -47,6 +50,141 @@ NAMES = {
     "dfrd": "DFRD",
     "dffke": "DFFKE",
 }
+
+
+def accuracy(file: Path, row: str, metric: str, at: int | None = None) -> str:
+    """Return the mean accuracy of a stored row over seeds, in %.
+
+    Args:
+        file: The file of stored runs.
+        row: The row's name.
+        metric: The metric, such as global or server.
+        at: The round; None for the last.
+    """
+    runs = group_by_row(read_stored_runs(file))[row]
+    spread = spread_over_seeds(runs, metric, at)
+    assert spread is not None, row
+    return f"{100 * spread.mean:.1f}"
+
+
+def overview() -> Table:
+    """Return the README's table: accuracy and exposure of DFFKE, FedAvg, and their bounds."""
+    default = RECIPES / "dffke-cifar100-alpha-1.0.jsonl"
+    skewed = RECIPES / "dffke-cifar100-alpha-0.1.jsonl"
+    averaging = RESULTS / "averaging.jsonl"
+    fashion = RESULTS / "baselines-fashion-10k.jsonl"
+    paper = RESULTS / "dffke-cifar-paper-augmented.jsonl"
+
+    def averages(alpha: str) -> str:
+        row = f"averaging: fedavg, partition.alpha={alpha}"
+        early = accuracy(averaging, row, "server", 14)
+        return f"{early}; {accuracy(averaging, row, 'server', 50)} after 50"
+
+    def oracle(alpha: str) -> str:
+        return accuracy(averaging, f"averaging: oracle, partition.alpha={alpha}", "global", 14)
+
+    def statistics(alpha: str) -> str:
+        name = f"dffke-cifar100-statistics-alpha-{alpha}"
+        return accuracy(RECIPES / f"{name}.jsonl", name, "global", 14)
+
+    def published(alpha: str) -> str:
+        row = f"dffke-cifar-paper-augmented: CIFAR-100, alpha {alpha}, preset paper"
+        figure = find_recipe(f"dffke-cifar100-alpha-{alpha}").paper
+        assert figure is not None
+        assert isinstance(figure.accuracy, float)
+        return f"{accuracy(paper, row, 'global', 4)} after 4; paper {figure.accuracy:.1f}"
+
+    central = accuracy(averaging, "averaging: central, partition.alpha=1.0", "global", 50)
+    dffke = "averaging: dffke, partition.alpha=0.1"
+    rows = [
+        ["method", "networks", "CIFAR-100, alpha 1.0", "alpha 0.1", "Fashion-MNIST"],
+        [
+            "local training only",
+            "any",
+            accuracy(default, "dffke-cifar100-alpha-1.0", "trained", 1),
+            accuracy(skewed, "dffke-cifar100-alpha-0.1", "trained", 1),
+            accuracy(fashion, "baselines-fashion-10k: local", "global", 5),
+        ],
+        [
+            "**DFFKE**, barter's default",
+            "any",
+            f"**{accuracy(default, 'dffke-cifar100-alpha-1.0', 'global', 14)}**",
+            f"**{accuracy(averaging, dffke, 'global', 14)}**",
+            f"**{accuracy(fashion, 'baselines-fashion-10k: dffke', 'global', 5)}**",
+        ],
+        [
+            'DFFKE, `reveal = "statistics"`',
+            "any",
+            statistics("1.0"),
+            statistics("0.1"),
+            "not measured",
+        ],
+        [
+            'DFFKE as published (`preset = "paper"`)',
+            "any",
+            published("1.0"),
+            published("0.1"),
+            "not measured",
+        ],
+        [
+            "FedAvg",
+            "one for all",
+            averages("1.0"),
+            averages("0.1"),
+            accuracy(fashion, "baselines-fashion-10k: fedavg", "server", 5),
+        ],
+        [
+            "DFFKE with private images in place of decoded ones (*oracle*)",
+            "any",
+            oracle("1.0"),
+            oracle("0.1"),
+            "not measured",
+        ],
+        [
+            "training on all images (*central*)",
+            "any",
+            f"{central} after 50 epochs",
+            f"{central}",
+            accuracy(fashion, "baselines-fashion-10k: central", "global", 5),
+        ],
+    ]
+    exposed = [
+        "what it exposes",
+        "nothing",
+        "**shows near-copies of private images to every client**; weights, embeddings and labels "
+        "to the server",
+        "images decoded from samples of class statistics to every client, "
+        "[no single image](docs/results/dffke-levels.md); weights and statistics to the server",
+        "decoder and translated embeddings, from which images of private data are decoded, to every "
+        "client; as the default to the server",
+        "weights to the server, their average to every client",
+        "private images: an upper bound, not a method",
+        "private images: an upper bound, not federated",
+    ]
+    return [[*row, text] for row, text in zip(rows, exposed, strict=True)]
+
+
+def encoded_traffic() -> Table:
+    """Return the megabytes of a DFFKE client in the last measured round, by profile of [wire]."""
+    exact = group_by_row(read_stored_runs(RESULTS / "averaging.jsonl"))
+    encoded = group_by_row(read_stored_runs(RESULTS / "dffke-wire.jsonl"))
+    rows = {
+        "`exact`": exact["averaging: dffke, partition.alpha=0.1"],
+        "`lean`": encoded["dffke-wire: lean"],
+        '`lean`, `images = "webp-7bit"`': encoded["dffke-wire: lean, images=webp-7bit"],
+        '`small`, `images = "webp-90"`': encoded["dffke-wire: small, images=webp-90"],
+        "`small`": encoded["dffke-wire: small"],
+    }
+    table = [["profile", "up", "down", "sum", "times fewer"]]
+    most = None
+    for label, runs in rows.items():
+        up, down = (
+            fmean(run.curve[way][-1] or 0.0 for run in runs) / 1e6 for way in ("up", "down")
+        )
+        most = most or up + down
+        fewer = "" if label == "`exact`" else f"{most / (up + down):.1f}"
+        table.append([label, f"{up:.1f}", f"{down:.1f}", f"{up + down:.1f}", fewer])
+    return table
 
 
 def stored(name: str) -> Any:
@@ -210,7 +348,7 @@ def private_statistics() -> Table:
                 and alpha in (None, row["alpha"])
                 for accuracy in row["accuracy"]
             ]
-            cells.append(f"{100 * statistics.fmean(accuracies):.1f}")
+            cells.append(f"{100 * fmean(accuracies):.1f}")
         table.append([label, *cells])
     return table
 
@@ -279,8 +417,8 @@ def wire_profiles() -> Table:
         for profile in profiles:
             runs = [row for row in rows if (row["method"], row["profile"]) == (method, profile)]
             both_ways = [run["megabytes_up"] + run["megabytes_down"] for run in runs]
-            sizes.append(statistics.fmean(both_ways))
-            accuracies.append(f"{statistics.fmean(run['accuracy'] for run in runs):.1f} %")
+            sizes.append(fmean(both_ways))
+            accuracies.append(f"{fmean(run['accuracy'] for run in runs):.1f} %")
         exact, *encoded = sizes
         cells = [format_bytes(1e6 * exact)]
         cells += [f"{format_bytes(1e6 * size)} ({exact / size:.1f}x)" for size in encoded]
@@ -325,9 +463,83 @@ def submodels_statistics() -> Table:
         cells = []
         for key in columns:
             seeds = " ".join(f"{value:.1f}" for value in row[key])
-            cells.append(f"{statistics.fmean(row[key]):.1f} ({seeds})")
+            cells.append(f"{fmean(row[key]):.1f} ({seeds})")
         table.append([f"`{row['method']}`", f"`{row['network']}`", *cells])
     return table
+
+
+def levels_under_attack() -> Table:
+    """Return what attacks on DFFKE achieve at each level of `reveal`, as means over seeds."""
+    heading = ["`reveal`", "copies, by pixels", "by features", "best reconstruction: PSNR, found"]
+    heading += ["nearest synthetic image: PSNR, not offered"]
+    heading += ["membership AUC: loss", "RMIA", "nearest embedding", "class frequencies"]
+    table = [heading]
+    file = stored("dffke-levels-attacks.json")
+    chance = set()
+    for level, by_seed in file["levels"].items():
+        runs = list(by_seed.values())
+        copies = []
+        for by in ("pixels", "features"):
+            found = [run.get(f"copies: nearest by {by}", {}) for run in runs]
+            chance |= {round(100 * values["chance"]) for values in found if values}
+            copies.append(_mean(found, "copies", "{:.0%}"))
+        inversions = [
+            [
+                values
+                for attack, values in run.items()
+                if attack.startswith("inversion") and attack not in GUESSES
+            ]
+            for run in runs
+        ]
+        best = "none"
+        if all(inversions):
+            psnr = fmean(max(values["psnr"] for values in found) for found in inversions)
+            rate = fmean(max(values["found"] for values in found) for found in inversions)
+            best = f"{psnr:.1f} dB, {rate:.0%}"
+        match = file["nearest synthetic image"].get(level)
+        nearest = (
+            "" if match is None else f"{match['psnr']:.1f}, {match['psnr_not_offered']:.1f} dB"
+        )
+        membership = [
+            _mean([run.get(f"membership: {attack}", {}) for run in runs], "auc", "{:.2f}")
+            for attack in (
+                "loss threshold, weights",
+                "RMIA with 4 shadow runs, weights",
+                "nearest row, embeddings and weights",
+            )
+        ]
+        distances = [
+            min(
+                (
+                    values["distance"]
+                    for attack, values in run.items()
+                    if attack.startswith("labels") and attack != "labels: all classes alike"
+                ),
+                default=None,
+            )
+            for run in runs
+        ]
+        known = [distance for distance in distances if distance is not None]
+        frequencies = f"{fmean(known):.2f}" if known else ""
+        table.append([level, *copies, best, nearest, *membership, frequencies])
+    (by_chance,) = chance
+    table.append(["by chance, or a guess", f"{by_chance}%", f"{by_chance}%", *_guess(file)])
+    return table
+
+
+def _guess(file: dict[str, Any]) -> list[str]:
+    """Return the cells of `levels_under_attack` for guesses that use no upload."""
+    runs = list(file["levels"]["images"].values())
+    psnr = fmean(max(run[guess]["psnr"] for guess in GUESSES) for run in runs)
+    rate = fmean(max(run[guess]["found"] for guess in GUESSES) for run in runs)
+    distance = _mean([run["labels: all classes alike"] for run in runs], "distance", "{:.2f}")
+    return [f"{psnr:.1f} dB, {rate:.0%}", "", "0.50", "0.50", "0.50", distance]
+
+
+def _mean(runs: Sequence[dict[str, float]], key: str, pattern: str) -> str:
+    """Return the mean of a value over runs, or nothing if no run has it."""
+    known = [values[key] for values in runs if key in values]
+    return pattern.format(fmean(known)) if known else ""
 
 
 def epsilon() -> Table:
@@ -542,10 +754,13 @@ def execution() -> Table:
 
 
 TABLES: dict[str, Callable[[], Table]] = {
+    "overview": overview,
+    "dffke-wire-bytes": encoded_traffic,
     "privacy-attacks-digits": lambda: attacks("digits"),
     "privacy-attacks-fashion": lambda: attacks("fashion-2k"),
     "privacy-attacks-short": attacks_in_short,
     "privacy-malformed-answers": malformed_answers,
+    "privacy-attacks-levels": levels_under_attack,
     "privacy-epsilon": epsilon,
     "private-statistics": private_statistics,
     "adversaries-digits": lambda: adversarial_clients("digits"),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from barter.cli import running
 from barter.cli.app import main
 from barter.compare import comparison
-from barter.compare.comparison import Comparison, RunJob, run_all
+from barter.compare.comparison import Comparison, RunJob, _as_drawn, run_all
 from barter.compare.specification import ComparisonSpec, combine_sweeps, parse_seeds, parse_variants
 from barter.core.errors import CheckpointError, ConfigError
 from barter.runs.folder import read_records
@@ -511,3 +511,9 @@ def test_real_runs_and_one_that_was_stopped(
     assert main(["resume", str(begun), "--rounds", "1"]) == 2
     assert "has done 2 already" in capsys.readouterr().err
     assert json.loads((begun / "metrics.jsonl").read_text().splitlines()[-1])["round"] == 2
+
+
+def test_values_that_are_no_shares_are_drawn_as_they_are() -> None:
+    curves = {"local": {0: [(1, 0.25), (2, None)]}}
+    assert _as_drawn(curves, "global") == {"local": {0: [(1, 25.0), (2, None)]}}
+    assert _as_drawn(curves, "global_loss") == curves

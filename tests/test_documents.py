@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 import shlex
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -31,7 +30,6 @@ from barter.core.errors import BarterError
 from barter.core.params import describe_fields
 from barter.models.zoo import ZOO
 from barter.setup.config import find_algorithm, read_toml, resolve, with_settings
-from benchmarks import tables
 from tests.browser import CHROMIUM, Browser
 from tests.forked import forked, status
 
@@ -59,37 +57,6 @@ def test_the_changelog_starts_with_what_a_user_gets() -> None:
 def test_the_list_of_methods_is_complete() -> None:
     text = (ROOT / "docs" / "methods" / "index.md").read_text()
     assert [name for name in ALGORITHMS if f"[`{name}`]({name}.md)" not in text] == []
-
-
-def test_the_readme_shows_what_was_measured_on_fashion_mnist() -> None:
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for line in (ROOT / "benchmarks/results/baselines-fashion-10k.jsonl").read_text().splitlines():
-        run = json.loads(line)
-        runs.setdefault(run["row"].removeprefix("baselines-fashion-10k: "), []).append(run["curve"])
-    heads = {"local training": ("local", "global"), "**DFFKE**": ("dffke", "global")}
-    heads["FedAvg"] = ("fedavg", "server")
-    for row, (name, model) in heads.items():
-        accuracy = 100 * statistics.mean(curve[model][-1] for curve in runs[name])
-        (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
-        assert f"{accuracy:.1f}" in line.split("|")[4], row
-
-
-def test_the_readme_shows_what_was_measured_on_cifar100() -> None:
-    rows = tables.stored_rows()
-    default = "dffke-cifar100-alpha-1.0"
-    paper = "dffke-cifar-paper-augmented: CIFAR-100, alpha 1.0, preset paper"
-    shown = {
-        "local training": (default, "trained", 1),
-        "**DFFKE**": (default, "global", 14),
-        "DFFKE, `reveal": ("dffke-cifar100-statistics-alpha-1.0", "global", 14),
-        "DFFKE as published": (paper, "global", 4),
-    }
-    for start, (name, metric, at) in shown.items():
-        (run,) = (run for run in rows[name] if run.seed == 0)
-        accuracy = run.value(metric, at)
-        assert accuracy is not None
-        (line,) = (line for line in README.splitlines() if line.startswith(f"| {start}"))
-        assert line.split("|")[3].strip(" *").startswith(f"{100 * accuracy:.1f}"), start
 
 
 def test_snippets_parse() -> None:

@@ -554,6 +554,7 @@ def test_a_comparison_is_drawn_by_simulated_time_and_by_bytes(
 
     def note(curves: Any, label: str, path: Path, positions: Any = None, axis: str = "") -> None:
         drawn[path.name] = positions, axis
+        drawn[label] = curves
 
     monkeypatch.setattr("barter.compare.comparison.draw_curves", note)
     _, _, paths = Comparison.at(folder).write()
@@ -563,6 +564,9 @@ def test_a_comparison_is_drawn_by_simulated_time_and_by_bytes(
         "curves-bytes.svg",
     }
     assert drawn["curves.svg"][0] is None
+    (label,) = (label for label in drawn if "(%)" in label)
+    shares = {at: r.mean("global") for at, r in enumerate(read_records(folder / "alone/seed-0"), 1)}
+    assert drawn[label]["alone"][0] == [(at, 100 * share) for at, share in shares.items()]
     hours, axis = drawn["curves-time.svg"]
     assert (hours["alone"], axis) == ({1: 3.0, 2: 6.0}, "simulated time (hours)")
     gigabytes, _ = drawn["curves-bytes.svg"]

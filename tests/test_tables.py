@@ -16,14 +16,12 @@ from benchmarks import measured, tables
 MEASURED = re.compile(r"\**[+-]?(\d+\.\d|\d{1,3},\d{3}|\d+ ?(%|s|ms|x|[kMG]i?B|dB|points?)(\W|$))")
 # Tables with such cells that are not measured, or checked elsewhere: page and start of the heading.
 NOT_MEASURED = {
-    ("README.md", "| method | networks |"): "test_documents.py compares it with stored runs",
     ("benchmarks/README.md", "| suite | compares |"): "rough durations, to plan with",
     ("docs/background/dffke.md", "| field | what it changes |"): "values of settings",
     ("docs/background/dfrd.md", "| | paper | default |"): "values of settings",
     ("docs/results/dffke-levels.md", "| `reveal` | up"): "sizes of runs that were not stored",
     ("docs/time.md", "| preset | up, down"): "values of settings",
     ("docs/wire.md", "| encoding | bytes per value |"): "follows from the encodings' definitions",
-    ("docs/wire.md", "| profile | up | down |"): "sizes of runs that were not stored",
 }
 # docs/method_pages.py writes this one; test_documents.py runs it.
 OF_METHOD_PAGES = "| method | clients: global test | clients: local test | server: global test |"

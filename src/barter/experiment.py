@@ -150,13 +150,21 @@ class Experiment:
     ) -> Experiment:
         """Return the experiment of a configuration, with all clients in this process.
 
+        The configured engine does not count.
+
         Args:
             config: The configuration.
-            out: The run's folder; with None, nothing is written.
+            out: The run's folder, which must be new or empty unless `resume`; with None, nothing is
+                written.
             resume: Continue the run in the folder.
             monitor: Notified of the run's progress.
-            after_round: The round after which a resumed run continues; later rounds are dropped.
+            after_round: The round after which a resumed run continues, a number, "last" or "best"
+                on validation; later rounds are dropped.
             ignore_stop: Continue a resumed run although it stopped early.
+
+        Raises:
+            ConfigError: The configuration asks for something this machine or its data do not have.
+            CheckpointError: The folder is not empty, or its run cannot be resumed.
         """
         config = with_threads(replace(config, engine="local"), out, resume=resume)
         federation = assemble(config, monitor=monitor)
@@ -166,9 +174,9 @@ class Experiment:
 
     @classmethod
     def restore(cls, run: Path, *, unlimited: bool = False, trust: bool = False) -> Experiment:
-        """Restore a run after its last round, on the CPU and for inspection only.
+        """Restore a run after its last finished round, on the CPU and for inspection only.
 
-        Nothing is written or downloaded.
+        Nothing is written or downloaded; the run's data must be on this machine.
 
         Args:
             run: The run's folder.
@@ -324,12 +332,18 @@ class Experiment:
     def rounds(self, n: int, *, progress: bool = True) -> Iterator[Round]:
         """Run until round n is done, and yield the record of each round.
 
-        With `patience`, the run ends earlier if validation accuracy stops improving; `stopped` then
-        holds the reason.
+        Each round runs when the iterator is advanced. Round n is always evaluated. With `patience`,
+        the run ends earlier if validation accuracy stops improving; `stopped` then holds the
+        reason.
 
         Args:
-            n: The last round; a resumed experiment continues after the rounds that are done.
-            progress: Show progress on a terminal or in a notebook, unless another monitor does.
+            n: The number of the last round; a resumed experiment continues after the rounds that
+                are done, and yields nothing if there are n already.
+            progress: Show progress on a terminal or in a notebook, unless another monitor does, and
+                log the algorithm's remarks at the end.
+
+        Raises:
+            BarterError: As `step` does.
         """
         shows_progress = progress and self.round < n and isinstance(self.engine.watched, Silence)
         watcher = make_onlooker(n, self.round) if shows_progress else None
@@ -346,10 +360,16 @@ class Experiment:
                 log.warning("%s", self.stopped)
 
     def step(self) -> Round:
-        """Run one round and return its record.
+        """Run the next round and return its record; with a folder, also save it there.
+
+        After an error in a round this object cannot continue; the run can be resumed from its
+        folder. If no round is done and no client had uploaded anything, the folder is deleted
+        instead, unless the user interrupted the run.
 
         Raises:
-            CheckpointError: An error interrupted an earlier round of this experiment.
+            CheckpointError: An error interrupted an earlier round of this experiment, or the folder
+                cannot be written.
+            ClientError: Fewer clients answered a call than `min_clients` requires.
             PrivacyError: The clients' privacy budget does not allow another round.
             StateError: The round left NaN or infinity in the server's state. It is not saved.
         """
@@ -519,14 +539,13 @@ class Experiment:
     def _earlier_round(self, before: str, than: int) -> str:
         """Return the command that goes back to an earlier round, for messages.
 
-        Sites of a run on Flower keep their own memory, which does not go back.
-
         Args:
             before: Text to put before the command.
             than: The round must be earlier than this one.
 
         Returns:
-            The text, or nothing if no earlier checkpoint is kept.
+            The text, empty if the run has no folder or no earlier checkpoint is kept. It is empty
+            on Flower too: sites keep their own memory, which does not go back.
         """
         return "" if self.folder is None else self._command_back(self.folder.path, before, than)
 
@@ -661,7 +680,11 @@ class Experiment:
         return {"config": to_toml(self.config), "data": self._data}
 
     def _state(self, *, clients: bool = True) -> dict[str, Any]:
-        """Return all that a checkpoint holds; without `clients`, their states are in files."""
+        """Return all that a checkpoint holds, not copied.
+
+        Without `clients`, their states are left out, since they are in files; calls that wait for
+        them are included.
+        """
         state = {
             "server": self.server.memory(),
             "clients": self.engine.memory() if clients else {},
@@ -706,7 +729,11 @@ class Experiment:
             )
 
     def _begun_with(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values a run was begun with, with defaults for newer keys."""
+        """Return the plain values a run was begun with, with defaults for newer keys.
+
+        Args:
+            tree: The values of the run's configuration file.
+        """
         privacy = to_plain(replace(self.config, privacy=Privacy()))["privacy"]
         return with_defaults({"privacy": privacy, **tree})
 

@@ -21,6 +21,7 @@ from barter.core.clients import Replies
 from barter.core.evaluation import accuracy
 from barter.core.images import Spec
 from barter.core.payload import leaves
+from barter.core.robust import Defence, using
 from barter.core.wire import Wire
 from barter.models.generators import LabelGenerator
 from barter.ops.zeroth import sample_directions
@@ -134,6 +135,16 @@ def test_the_opinion_is_weighted_by_images_or_by_who_knows_a_class() -> None:
     assert own.ensemble_logits(sure, own.shares(answers, told)).exp()[0].tolist() == pytest.approx(
         mixture, abs=1e-5
     )
+
+
+def test_one_client_cannot_decide_a_robust_opinion_that_is_weighted_by_images() -> None:
+    honest = torch.tensor([[[2.0, 0.0]]]).repeat(4, 1, 1)
+    said = torch.cat([honest, torch.tensor([[[-1000.0, 1000.0]]])])
+    paper = FedZGE.preset("paper")
+    shares = torch.full((5, 1), 0.2)
+    assert paper.ensemble_logits(said, shares).argmax(1).item() == 1
+    with using(Defence("median", 0.3)):
+        assert paper.ensemble_logits(said, shares).argmax(1).item() == 0
 
 
 def test_images_are_in_the_range_of_the_data_or_of_tanh() -> None:

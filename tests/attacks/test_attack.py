@@ -210,6 +210,13 @@ def test_no_attack_takes_more_threads_than_the_run(
     assert used == {1}
 
 
+def test_class_counts_are_found_inside_statistics(tmp_path: Path) -> None:
+    run = made(tmp_path / "statistics", reveal="statistics", share=1.0)
+    found = by_name(run_attacks(run, 0, Silence())[0], "labels")
+    # All images are offered, but classes with one image have no Gaussian.
+    assert found["learn.gaussians"]["distance"] < 0.1
+
+
 def test_counts_tell_all_and_prototypes_which_classes_there_are(tmp_path: Path) -> None:
     run = made(tmp_path / "counts", "fedftg")
     assert by_name(run_attacks(run, 0, Silence())[0], "labels")["learn.counts"]["distance"] == 0

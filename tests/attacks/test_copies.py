@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from barter.attacks.copies import copy_rate, find_nearest, measure_copies, wilson_interval
+from barter.core.nodes import Client
 from tests.conftest import small_federation, tiny
 
 
@@ -36,6 +38,25 @@ def test_images_are_found_that_the_server_decoded() -> None:
     by_pixels, by_features = measure_copies(experiment)
     assert set(by_pixels.clients) == {0, 1, 2} == set(by_features.clients)
     assert by_pixels.values["chance"] == pytest.approx(0.5, abs=0.1)
+    assert by_pixels.values["psnr"] > 0
+    assert by_pixels.values["psnr_not_offered"] > 0
+
+
+def test_copies_are_more_like_offered_images_than_like_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experiment = small_federation(tiny("dffke", share=0.5))
+    experiment.step()
+
+    def copy(_: object, client: Client, at: int) -> tuple[Tensor, Tensor]:
+        offered = torch.arange(len(client.data) // 2)
+        return offered, client.data.batch(offered)
+
+    monkeypatch.setattr(type(experiment.algorithm), "transfer_images", copy)
+    by_pixels, by_features = measure_copies(experiment)
+    assert by_pixels.values["copies"] == by_features.values["copies"] == 1
+    assert by_pixels.values["psnr"] == 100  # the value of equal images
+    assert by_pixels.values["psnr_not_offered"] < 40
 
 
 def test_a_method_without_synthetic_images_says_so() -> None:

@@ -11,6 +11,7 @@ from barter.attacks.measures import (
     auc_with_error,
     is_nearest_original,
     psnr,
+    psnr_of_best_match,
     share_error,
     ssim,
     true_positive_rate,
@@ -23,6 +24,11 @@ def flat(*values: float) -> torch.Tensor:
 
 def test_psnr_is_that_of_the_mean_square() -> None:
     assert psnr(flat(0.5, 0.5), flat(0.6, 0.5)).tolist() == pytest.approx([20.0, 100.0], abs=1e-4)
+
+
+def test_the_best_match_is_the_nearest_image() -> None:
+    found = psnr_of_best_match(flat(0.5, 0.0), flat(0.9, 0.6, 0.1))
+    assert found.tolist() == pytest.approx([20.0, 20.0], abs=1e-3)
 
 
 def test_ssim_of_flat_images_is_that_of_their_means() -> None:

@@ -15,6 +15,7 @@ from barter.cli.app import app
 from barter.core.errors import ConfigError
 from barter.data.sources import load_dataset
 from barter.data.task import Data
+from barter.setup.assembly import resolve_partition
 from barter.setup.config import resolve
 
 
@@ -92,6 +93,10 @@ def test_files_as_other_libraries_write_them(tmp_path: Path, scale: str) -> None
     assert len(data.x_test) == 8, "the test set of all is everybody's"
     config = resolve({"data": {"source": f"clients:{tmp_path}"}})
     assert (config.clients, type(config.partition).__name__) == (2, "Domains")
+    (tmp_path / "train" / "1.npz").unlink()
+    (tmp_path / "test" / "1.npz").unlink()
+    partition, clients = resolve_partition(Data(source=f"clients:{tmp_path}"), None, None)
+    assert (clients, type(partition).__name__) == (1, "Domains"), "one client is a split too"
 
 
 def test_a_client_may_have_fewer_images_than_there_are_classes(tmp_path: Path) -> None:

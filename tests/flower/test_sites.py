@@ -336,6 +336,7 @@ def test_a_site_holds_on_to_its_consent_when_it_is_asked(tmp_path: Path) -> None
     large = {"w": torch.zeros(10**5)}
     said = member.answer({**call, "method": "client_update", "args": (large,)})["error"]
     assert said == "site a was sent 0.4 MB in a call, and accepts 0.1 (consent.megabytes)"
+    assert "error" in member.answer({"request": "without a question"})
     said = member.answer({**call, "method": "train", "args": ()})["error"]
     assert said == "'train' is not answered: the algorithm's `crosses` does not name it"
     other = {**session, "config": toml.replace('name = "fedavg"', 'name = "fedprox"')}

@@ -62,6 +62,8 @@ def test_a_lesson_is_of_images_that_there_are() -> None:
         (on(3, 5) + on(3, 1, [0]), r"a lesson of rounds \[3, 3\]"),
         (on(3, 6), "on image 5 of round 3, of which there are 5"),
         (on(3, 4), "on image 3 of round 3, of which there are 5"),
+        (on(3, 3, [0, 1, 2]), "some images of round 3, the newest: it must be on all 5"),
+        (on(3, 5, [4, 3, 2, 1, 0]), "it must be on all 5, in their order"),
         (on(3, 5) + on(1, 1, [2]), "on image 2 of round 1, of which there are 2"),
     ):
         with pytest.raises(PayloadError, match=said):

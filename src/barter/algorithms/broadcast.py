@@ -83,7 +83,10 @@ class Broadcast(Algorithm[S, C]):
         return self.outgoing(client.model)
 
     def begin(self, client: C, w: State) -> None:
-        """Load the weights from which the client's training starts; others stay."""
+        """Load the weights from which the client's training starts.
+
+        Tensors that `w` lacks, all of them if it is empty, keep the client's values.
+        """
         client.model.load_state_dict({**client.model.state_dict(), **w})
 
     def train(self, client: C) -> None:
@@ -91,5 +94,8 @@ class Broadcast(Algorithm[S, C]):
         raise NotImplementedError
 
     def receive(self, client: C, w: State) -> None:
-        """Turn the average into the network with which the client is evaluated."""
+        """Turn the average into the network with which the client is evaluated, in place.
+
+        Subclasses implement this.
+        """
         raise NotImplementedError

@@ -83,11 +83,20 @@ class Central(Algorithm):
         return client.data.side
 
     def give(self, client: Client, side: ImageSide) -> Gift:
-        """Return the client's images and labels."""
+        """Return all of the client's images, as bytes, and their labels.
+
+        Args:
+            client: The client.
+            side: The number of pixels on a side that the answer must have; it resizes nothing.
+        """
         return client.data.pixels, client.data.labels
 
     def learn(self, client: Client, pool: list[Tensor]) -> None:
-        """Train the client's network on the pixels and labels of all clients."""
+        """Train the client's network on all clients' images, given as pixels (bytes) and labels.
+
+        Training stops at `max_epochs`, or when the training accuracy reaches τ. The client's own
+        augmentation applies to all images.
+        """
         pixels, labels = pool
         fit(
             client,

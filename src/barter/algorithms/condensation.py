@@ -82,10 +82,13 @@ class Condensation(Algorithm[Server, Condenser]):
         match_logits: bool = False,
         collaboration: Callable[[Tensor], Collaboration] | None = None,
     ) -> Lot:
-        """Condense the client's images, report the loss terms, and return the upload.
+        """Condense the client's images, report loss terms and variety, and return the upload.
+
+        Classes with fewer than `min_samples` images are left out; without any other, the upload is
+        empty and nothing is reported.
 
         Args:
-            client: Its condensed images are also kept in `client.images`.
+            client: Its condensed images are also kept in `client.images`; its model stays the same.
             momentum: Momentum of the SGD for images.
             sampled: Changes the network, a copy of the client's, in place before each step.
             match_logits: Match mean logits too, not only mean features.
@@ -175,10 +178,17 @@ class Condensation(Algorithm[Server, Condenser]):
     ) -> None:
         """Train the server's model on condensed images and report the terms of its loss.
 
+        The terms at the first and the last step are reported as NAME_start and NAME_end.
+
         Args:
-            loss: Called with a batch of images, their labels and `extras`.
+            server: The server, whose model is trained in place and left in training mode.
+            loss: Called with a batch of images, their labels and `extras`; returns the loss to
+                minimise, then other values, such as its terms.
+            images: Condensed images as bytes, at least one.
+            labels: Their classes (N,).
             extras: Tensors that are the same in every step.
-            terms: Names of the values that `loss` returns, for the report.
+            terms: Names of the values that `loss` returns, in order. Values without a name are not
+                reported, and names without a value are ignored.
             weight_decay: Weight decay of the SGD.
         """
         trainer = Trainer.of(server.model.train(), sgd(self.server_lr, self.momentum, weight_decay))

@@ -107,8 +107,8 @@ def sketch_loss(
     """Return the loss of a batch of synthetic images, and the images.
 
     The loss is the ensemble's cross entropy, plus λ1 times the distances of normalisation
-    statistics, minus λ2 times the divergence of ensemble and model on images for which they predict
-    different classes.
+    statistics, summed over all layers of all clients' models, minus λ2 times KL(ensemble ‖ model).
+    The divergence is averaged over all images and counts 0 where both predict the same class.
 
     Args:
         sketch: The generator and its noise.
@@ -199,10 +199,14 @@ class DENSE(Algorithm[Archive]):
         return {"weights": client.model.state_dict(), "counts": client.data.class_counts()}
 
     def draw(self, server: Archive, ensemble: Ensemble, shares: Tensor, classes: Tensor) -> None:
-        """Generate a batch of synthetic images and store it.
+        """Generate `samples` synthetic images and store them with their labels at the server.
+
+        Labels are sampled uniformly from `classes`. Of all steps of the generator, the images with
+        the lowest loss are stored; beyond `pool` images, the oldest are dropped.
 
         Args:
-            server: The server, which stores the images.
+            server: The server, which stores the images and reports their loss; its model is not
+                trained.
             ensemble: The clients' models.
             shares: The weight of each client for each class (clients, classes).
             classes: The classes for which images are generated.
@@ -227,13 +231,14 @@ class DENSE(Algorithm[Archive]):
         server.labels = [labels[-self.pool :]]
 
     def images(self, server: Archive) -> Images:
-        """Return all stored synthetic images."""
+        """Return all stored synthetic images, oldest first; there must be some."""
         return Images(server.pixels[0], server.labels[0], server.spec)
 
     def distil(self, server: Archive, ensemble: Ensemble, shares: Tensor) -> None:
         """Distil the ensemble into the server's model in one pass over stored images.
 
-        The targets are the ensemble's logits, weighted by `shares` (clients, classes).
+        The targets are the mean of the clients' logits, weighted by `shares` (clients, classes).
+        The loss is `tempered_kl`, and the images are not augmented.
         """
         images = self.images(server)
         index = torch.arange(len(images), device=server.device)

@@ -158,7 +158,7 @@ class DFFKEClient(Client):
 
 
 def augment_and_resize(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
-    """Augment transfer images and resize them to the networks' input size."""
+    """Augment transfer images in their own size, then resize them to the networks' input size."""
     return resize_images(augment_images(images, augment), spec)
 
 
@@ -371,7 +371,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
 
     @property
     def inverts(self) -> bool:
-        """Return whether the server decodes embeddings to images, using the clients' networks."""
+        """Return whether the server decodes embeddings to images, using the clients' networks.
+
+        Noise in place of embeddings is decoded too; public images and photographs are not.
+        """
         return self.reveal != "nothing" or self.substitute == "noise"
 
     @property
@@ -413,10 +416,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return min(max(2, math.ceil(self.share * examples)), examples)
 
     def lesson_bytes(self, known: Known) -> int:
-        """Return the largest size of a client's lesson in bytes.
+        """Return the largest size in bytes of a client's lesson, its answer of `teach`.
 
-        A lesson has logits for the n images that the client offered in this round, and for up to n
-        images of the past rounds that it remembers.
+        A lesson has logits, and with `embedding_loss` docked embeddings, for the n images that the
+        client offered in this round, and for up to n images of the past rounds that it remembers.
         """
         n = self.offer_size(known.examples)
         numbers = known.spec.classes + self.embedding_loss * self.code_dim
@@ -448,8 +451,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         """Train on private images until the training accuracy reaches τ (Eq. 9).
 
         Runs at most `max_epochs`, or `later_epochs` (if set) after the first exchange. With
-        `balanced`, the log class prior is added to the logits. Reports the number of epochs and
-        the metrics before the exchange.
+        `balanced`, the log class prior is added to the logits. Reports the number of epochs and,
+        unless the limit is 0, the metrics before the exchange.
         """
         epochs = self.max_epochs
         if client.exchanges and self.later_epochs is not None:
@@ -473,11 +476,12 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     def learn(self, client: DFFKEClient) -> Offer:
         """Train locally and return what the server makes transfer data from.
 
-        That is the number of offered images, with inversion the weights, and what `reveal` asks
-        for: embeddings and labels of random images, mixtures of these, or their statistics.
+        That is the number of offered images, the weights if the server decodes images (`inverts`),
+        and what `reveal` asks for: embeddings and labels of random images, mixtures of these, or
+        their statistics. The indices of these images are stored in `client.offered`.
 
         Raises:
-            ConfigError: If statistics are asked for, and no class has enough images.
+            ConfigError: If statistics are asked for, and no class has five offered images.
         """
         self.train(client)
         data = client.data
@@ -506,8 +510,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     def make_transfer_data(self, server: DFFKEServer, offers: Replies[Offer], t: int) -> Entry:
         """Make the transfer data of a round from the clients' offers (Eqs. 10-12).
 
-        The entry holds decoded images, or what clients decode them from, or indices of public
-        images, or the seed of crops of photographs.
+        The entry holds decoded images in half precision, or what clients decode them from, or
+        indices of public images, or the seed of crops of photographs. With inversion, the server's
+        docking layers, decoder and report are updated.
         """
         if not self.inverts:
             sizes = {k: offer["examples"] for k, offer in offers.items()}
@@ -540,9 +545,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         offers: Replies[Offer],
         seed: int,
     ) -> tuple[Tensors, Tensors]:
-        """Return the embeddings to decode and their labels, by client.
+        """Return the embeddings to decode (images, views, features) and their labels, by client.
 
-        They are those that clients uploaded, samples of the uploaded statistics, or noise.
+        They are those that clients uploaded, samples of the uploaded statistics, or noise with
+        random labels. Only samples of statistics use `seed`.
         """
         if self.embeds:
             e = {k: offer["embeddings"] for k, offer in offers.items()}
@@ -568,7 +574,15 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     ) -> State:
         """Train the decoder Dec and return its state (Eq. 12).
 
-        It turns each code into an image that the client's encoder maps back to this code.
+        It turns each image's code into an image that the client's network maps back to this code.
+        Training starts from `server.decoder`, or anew if that is empty; with `warm_decoder` the
+        result is stored there.
+
+        Args:
+            server: The server, which reports the loss of the last epoch as `decoder_loss`.
+            viewers: Each client's network and docking layer.
+            codes: Each client's codes (images, views, code_dim).
+            e: The embeddings that the codes were computed from.
         """
         schedule = Schedule(
             self.decoder_epochs,
@@ -588,8 +602,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     def deliver(self, server: DFFKEServer, entry: Entry) -> dict[int, Delivery]:
         """Add this round's entry to the server's buffer, and return what each participant is sent.
 
-        A participant is sent this entry and those of rounds that it missed, as far as the buffer
-        still holds them.
+        Participants are the clients that the entry has codes of. Each is sent the entries of rounds
+        that it missed, as far as the buffer still held them, then this one; and its docking layer,
+        which is empty without `embedding_loss`. `server.held` is not changed.
         """
         missed = {
             k: [old for old in server.buffer if old["round"] > server.held.get(k, 0)]
@@ -608,7 +623,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     ) -> Annotated[Lesson, Room("lesson_bytes")]:
         """Return the client's logits Ŷ_k on its transfer images of this round and of earlier ones.
 
-        Of earlier rounds' images, a random sample B_k^t is used.
+        Of earlier rounds' images, a random sample B_k^t is used, at most as many as are new. The
+        delivered entries are added to the client's buffer, and its docking layer is replaced.
         """
         room = None if self.memory is None else self.memory + 1  # R past rounds and this one
         client.buffer = newest_entries(client.buffer + delivery["entries"], room)
@@ -623,7 +639,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         )
 
     def predict_targets(self, client: DFFKEClient, images: Tensor) -> dict[str, Tensor]:
-        """Return the client's logits on images and, with `embedding_loss`, docked embeddings."""
+        """Return the client's `logits` on images and, with `embedding_loss`, docked `embeddings`.
+
+        The images are resized to the network's input, and the model is left in evaluation mode. The
+        logits are in half precision if clients upload statistics.
+        """
         model = client.model.eval()
         every = torch.arange(len(images), device=client.device)
         features = predict(
@@ -636,7 +656,15 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return answer
 
     def exchange(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> None:
-        """Learn from other clients' logits on new and earlier transfer images (Eqs. 13 and 14)."""
+        """Learn from other clients' logits on new and earlier transfer images (Eqs. 13 and 14).
+
+        With `local_review`, private images are learned from too. The client must have been
+        delivered the lessons' entries by `teach`; entries beyond `memory` are dropped afterwards.
+
+        Args:
+            client: The client, whose model is trained in place.
+            lessons: The lessons of the peers to learn from, by client.
+        """
         subjects = self._subjects(client, lessons)
         codes = client.buffer[-1]["codes"]
         if self.mixed:
@@ -659,7 +687,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
     def _subjects(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> list[Subject]:
-        """Return what a client learns in an exchange: private images, then the peers' lessons."""
+        """Return what a client learns in an exchange: private images, then the peers' lessons.
+
+        Private images are left out without `local_review`.
+        """
         data = client.data
         model = client.model
         home = self.local_offset(client)
@@ -685,7 +716,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     def augment(self, data: Images) -> Augment:
         """Return the client's augmentation in training, scaled to the width of transfer images.
 
-        Without `augmented` there is none.
+        Without `augmented` it changes nothing.
         """
         width = data.spec.width if self.needs_public_data else decoder_side(data.spec)
         return data.augment.rescale(data.side, width) if self.augmented else Augment()

@@ -122,6 +122,13 @@ def transferability_loss(
 
     The sum is divided by the number of chosen images if `over` is "chosen", else by the size of the
     batch. It is zero if no image is chosen.
+
+    Args:
+        ensemble: The ensemble's logits (images, classes).
+        student: The server's model's logits (images, classes).
+        chosen: 1 for chosen images, otherwise 0 (images,), see `usefulness`.
+        temperature: Both logits are divided by it.
+        over: "chosen" or "batch".
     """
     divergence = kl_each(student / temperature, ensemble / temperature)
     size = chosen.sum().clamp_min(1.0) if over == "chosen" else len(chosen)
@@ -129,13 +136,16 @@ def transferability_loss(
 
 
 def embedding_excess(names: Tensor, gamma: float) -> Tensor:
-    """Return the mean length of label embeddings in excess of γ √width."""
+    """Return the mean of max(0, length - γ √width) over label embeddings (labels, width)."""
     beyond: Tensor = names.norm(dim=1) - gamma * names.shape[1] ** 0.5
     return beyond.clamp_min(0).mean()
 
 
 def moving_average(slow: State, now: State, momentum: float) -> State:
-    """Return λ w̃ + (1 - λ) w (Eq. 6); integer buffers are copied from `now`."""
+    """Return λ w̃ + (1 - λ) w (Eq. 6), with λ = `momentum`, w̃ = `slow` and w = `now`.
+
+    Integer buffers are copied from `now`.
+    """
     return {
         name: momentum * slow[name] + (1 - momentum) * w if w.is_floating_point() else w.clone()
         for name, w in now.items()
@@ -146,7 +156,8 @@ def moving_average(slow: State, now: State, momentum: float) -> State:
 def use_average(server: Distiller) -> Iterator[None]:
     """Give the server's model the averaged weights, before fine-tuning, in the block.
 
-    It has the fine-tuned ones again after it, also if the block raises.
+    It has the fine-tuned ones again after it, also if the block raises. There must be averaged
+    weights (`server.averaged`).
     """
     tuned = copy_state(server.model)
     server.model.load_state_dict(server.averaged)
@@ -283,7 +294,8 @@ class DFRD(PartialTraining[Distiller]):
     def load_generators(self, server: Distiller) -> tuple[MergeGenerator, MergeGenerator | None]:
         """Return the generator and its slow copy as the last round left them.
 
-        The slow copy is None in the first round, and if its weight α is zero.
+        In the first round the generator is a new one and the slow copy is None; it is also None if
+        its weight α is zero.
         """
 
         def restore(name: str, state: State) -> MergeGenerator:
@@ -308,9 +320,13 @@ class DFRD(PartialTraining[Distiller]):
         The generator learns to generate images from which the global model can learn.
 
         Args:
-            slow: The slow copy of the generator, whose images the global model learns from too.
+            server: The server, whose model is trained in place.
+            generator: The generator, trained in place.
+            slow: The slow copy of the generator, whose images the global model learns from too, or
+                None; it is not trained.
+            ensemble: The clients' models.
             tau: Each client's weight for each label (clients, classes).
-            p: Probability of each label.
+            p: Probability of each label (classes,).
         """
         model = server.model
         spec = server.spec
@@ -360,7 +376,17 @@ class DFRD(PartialTraining[Distiller]):
     ) -> Tensor:
         """Return L_gen (Eq. 5) plus two terms: embeddings' excess, batch statistics.
 
-        The distance from the models' batch statistics is not in the paper; see `beta_bn`.
+        The distance from the models' batch statistics is not in the paper; see `beta_bn`. No
+        gradients flow through the global model.
+
+        Args:
+            generator: The generator to train.
+            ensemble: The clients' models.
+            model: The global model.
+            spec: The format of the images.
+            z: The noise (images, noise).
+            y: The labels for which images are generated.
+            weights: The weight of each client for each image (clients, images).
         """
         h = generator.merge_inputs(z, y)
         s = to_network_input(generator.generate(h), spec, self.output)
@@ -391,7 +417,9 @@ class DFRD(PartialTraining[Distiller]):
     ) -> Tensor:
         """Return L_md (Eq. 7): KL(ensemble ‖ global model) on generated images.
 
-        `codes` are for the generator, `slow_codes` for its slow copy, if there is one.
+        It is the divergence on images of the generator (from `codes`), plus α times that on images
+        of its slow copy (from `slow_codes`) if there is one; with `square_temperature` times the
+        squared temperature. Gradients flow through the global model only.
         """
 
         def divergence(source: MergeGenerator, codes: Codes) -> Tensor:
@@ -408,8 +436,8 @@ class DFRD(PartialTraining[Distiller]):
     def remember(self, server: Distiller, generator: MergeGenerator) -> None:
         """Store the generator and move its slow copy towards it (Eq. 6).
 
-        The first slow copy starts from the generator itself if `slow_start` is "copy", otherwise
-        from zero.
+        The first slow copy is the generator itself if `slow_start` is "copy", otherwise 1 - λ times
+        its weights.
         """
         now = copy_state(generator)
         if server.slow:
@@ -430,11 +458,12 @@ class DFRD(PartialTraining[Distiller]):
         tau: Tensor,
         p: Tensor,
     ) -> None:
-        """Report the quality of generated images, and agreement with the ensemble.
+        """Report the quality of a batch of generated images, and agreement with the ensemble.
 
-        These are the images' variety, their distance from the clients' statistics, how often the
-        ensemble predicts the label, and how often the model, before and after fine-tuning, predicts
-        the same class as the ensemble.
+        These are the images' variety (see `variety`), their distance from the clients' batch
+        statistics (`strangeness`), how often the ensemble predicts the label (`recognised`), and
+        how often the server's model predicts the same class as the ensemble (`agreement`; before
+        fine-tuning `agreement_before`, if models are averaged).
         """
         x, y = self.generate_batch(server, generator, p)
         logits, strangeness = ensemble.logits_and_distance(x, tau[:, y])
@@ -453,7 +482,7 @@ class DFRD(PartialTraining[Distiller]):
     def generate_batch(
         self, server: Distiller, generator: MergeGenerator, p: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Generate a batch of images; their labels are sampled from `p`.
+        """Generate `samples` images, whose labels are sampled in proportion to `p` (classes,).
 
         Returns:
             Images as network input, and labels.

@@ -56,9 +56,14 @@ class DSFL(PublicDistillation):
         return sgd(self.lr)
 
     def compute_targets(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        """Sharpen the mean, train the server's model on it, and return it.
+        """Sharpen the mean, train the server's model on it, and return the sharpened mean.
 
         Without a temperature, the mean is only normalised to sum to 1.
+
+        Args:
+            server: The server, whose model is trained in place.
+            places: Indices of the round's public images.
+            mean: The clients' mean probabilities, a row per place.
         """
         target = mean / mean.sum(1, keepdim=True)
         if self.temperature is not None:

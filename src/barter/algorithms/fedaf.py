@@ -90,7 +90,10 @@ class Labelled(Lot):
 
 @torch.no_grad()
 def mix_with_new_weights(gamma: float, model: Classifier) -> None:
-    """Set the parameters in place to γ w + (1 - γ) w̃, with a new random w̃ (Eq. 17)."""
+    """Set a model's parameters w in place to γ w + (1 - γ) w̃, with a new random w̃ (Eq. 17).
+
+    Buffers, such as running statistics, keep their values. See `reinitialise` for w̃.
+    """
     w = [parameter.clone() for parameter in model.parameters()]
     reinitialise(model)
     for parameter, old in zip(model.parameters(), w, strict=True):
@@ -98,7 +101,7 @@ def mix_with_new_weights(gamma: float, model: Classifier) -> None:
 
 
 def symmetric_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return ½ (KL(p ‖ q) + KL(q ‖ p)) of each row (Eq. 15)."""
+    """Return ½ (KL(p ‖ q) + KL(q ‖ p)) of each row (Eq. 15), from log probabilities."""
     return 0.5 * ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(1)
 
 
@@ -114,13 +117,18 @@ def server_loss(
 ) -> tuple[Tensor, ...]:
     """Return the server's loss (Eqs. 13 to 15): the total, then its terms.
 
-    The terms are the cross entropy and, if it has a weight, the distance from soft labels.
+    The terms are the cross entropy and, unless its weight is 0, the distance from soft labels: the
+    mean of `symmetric_kl` over the batch's classes that have one.
 
     Args:
+        model: The server's model.
+        spec: Format of the images.
         weight: Weight of the distance from soft labels, λ_glob.
-        tau: Temperature of the soft labels.
-        r: Soft label of each class (classes, classes).
-        known: 1 for classes that have a soft label, else 0.
+        tau: Temperature that the mean logits of a class are divided by, as in the soft labels.
+        pixels: Condensed images as bytes, which are not augmented.
+        labels: Their classes (N,).
+        r: Soft label of each class, probabilities (classes, classes).
+        known: 1 for classes that have a soft label, else 0 (classes,).
     """
     logits = model(prepare_batch(pixels, spec, Augment())).float()
     entropy = F.cross_entropy(logits, labels)
@@ -138,12 +146,15 @@ def mean_by_class(
 ) -> tuple[Tensor, Tensor]:
     """Average rows of all clients class by class.
 
+    All clients that hold a class count equally, unless the run has a defence on prototypes.
+
     Args:
         classes: Number of classes.
         parts: For each client, the classes that it holds and one row for each of them.
 
     Returns:
-        For every class the mean over the clients that hold it, and 1 if a client does, else 0.
+        For every class the mean (classes, width) over the clients that hold it, and 1 if a client
+        does, else 0 (classes,). Rows of classes that no client holds are 0.
     """
     if robust.active().defends("prototypes"):
         tables: list[ByClass] = [
@@ -209,7 +220,10 @@ class FedAF(Condensation):
         clients.run(self.receive, server.model.state_dict())
 
     def summarise(self, client: Condenser) -> Means:
-        """Return V_k, the mean logits of each of the client's classes (Eq. 5)."""
+        """Return V_k, the mean logits of each of the client's classes (Eq. 5).
+
+        Classes are in ascending order. The model is left in evaluation mode.
+        """
         every = torch.arange(len(client.data), device=client.device)
         logits = predict(client.model.eval(), client.data.batch, every)
         classes = client.data.class_counts().nonzero()[:, 0]
@@ -219,14 +233,26 @@ class FedAF(Condensation):
         }
 
     def merge(self, server: Server, local: Replies[Means]) -> Means:
-        """Return V, the clients' mean logits for each class that a client has (Eq. 8)."""
+        """Average the clients' mean logits class by class: V of Eq. 8.
+
+        All clients that have a class count equally, unless the run has a robust rule. Classes that
+        no client has are left out.
+        """
         parts = {k: (means["classes"], means["logits"]) for k, means in local.items()}
         logits, known = mean_by_class(server.spec.classes, parts)
         classes = known.nonzero()[:, 0]
         return {"classes": classes, "logits": logits[classes]}
 
     def condense(self, client: Condenser, shared: Means) -> Labelled:
-        """Return the condensed images S_k, as bytes, and the soft labels R_k."""
+        """Condense the client's images; return them as bytes (S_k) with soft labels (R_k).
+
+        There is one soft label per condensed class: softmax(v / τ), where v are the mean logits of
+        all its original images. Classes with fewer than `min_samples` images are left out.
+
+        Args:
+            client: The client, whose `images` and report are updated; its model stays the same.
+            shared: All clients' mean logits, from `merge`.
+        """
         own = self.summarise(client)
         lot = self.condense_for_upload(
             client,
@@ -239,16 +265,21 @@ class FedAF(Condensation):
         return {**lot, "soft": soft[torch.isin(own["classes"], lot["classes"])]}
 
     def collaboration(self, client: Condenser, shared: Means, classes: Tensor) -> Collaboration:
-        """Return the collaborative term of Eq. 10 for these classes."""
+        """Return the collaborative term of Eq. 10 for these classes of the client.
+
+        Classes that `shared` lacks have zero logits and do not count.
+        """
         v = torch.zeros(client.data.spec.classes, shared["logits"].shape[1], device=client.device)
         v[shared["classes"]] = shared["logits"]
         known = torch.isin(classes, shared["classes"]).float()
         return Collaboration(v[classes], known, self.lambda_loc, self.projections)
 
     def train(self, server: Server, lots: Replies[Labelled]) -> None:
-        """Train the global model on all condensed images and soft labels.
+        """Train the server's model on all condensed images and soft labels.
 
-        A defence may leave clients out (`trusted_sets`). Without images nothing is trained.
+        Soft labels of a class are averaged over clients. A defence may leave clients out
+        (`trusted_sets`). The number of images is reported as `condensed`; without images nothing is
+        trained.
         """
         lots = lots.only(trusted_sets(server, lots))
         images, labels = concatenate_lots(lots.values())

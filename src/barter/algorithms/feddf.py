@@ -117,12 +117,13 @@ class FedDF(Algorithm):
         index: Tensor,
         ensemble: Tensor,
     ) -> State:
-        """Average one architecture's models and distil the ensemble into them (Eq. 1).
+        """Average one architecture's models and distil the ensemble into the average (Eq. 1).
 
         Args:
             server: The server, with the public images.
             updates: The weights of all clients that trained.
-            members: The clients of this architecture.
+            members: The clients of this architecture whose models are averaged, weighted by their
+                numbers of images.
             index: The public images of this round.
             ensemble: Mean logits of all models on these images.
 

@@ -66,8 +66,9 @@ def feddistill_loss(
         gamma: γ, the weight of the second term.
         x: Images.
         labels: Their classes.
-        answers: The others' mean prediction for each class (classes, classes).
-        known: 1 for classes with such a prediction, otherwise 0.
+        answers: The others' mean probabilities for images of each class (classes, classes).
+        known: 1 for classes with such a prediction, otherwise 0; images of other classes count 0 in
+            the second term.
     """
     logits = model(x)
     distilled = -(answers[labels] * F.log_softmax(logits, 1)).sum(1) * known[labels]
@@ -105,6 +106,9 @@ class FedDistill(Algorithm[Register]):
         Args:
             client: The client that trains.
             others: The others' mean predictions by class; empty if there are none yet.
+
+        Returns:
+            The trained network's mean probabilities on the client's images of each class it has.
         """
         data = client.data
         model = client.model

@@ -41,7 +41,10 @@ __all__ = ["FedDM"]
 
 @torch.no_grad()
 def perturb_parameters(rho: float, model: Classifier) -> None:
-    """Move the model's parameters by a distance ρ in a random direction, in place."""
+    """Move the vector of all of a model's parameters by a distance ρ in a random direction.
+
+    The parameters are changed in place.
+    """
     directions = [torch.randn_like(parameter) for parameter in model.parameters()]
     length = torch.stack([direction.square().sum() for direction in directions]).sum().sqrt()
     for parameter, direction in zip(model.parameters(), directions, strict=True):
@@ -74,15 +77,19 @@ class FedDM(Condensation):
         clients.run(self.receive, server.model.state_dict())
 
     def condense(self, client: Condenser) -> Lot:
-        """Condense the client's images by matching mean features and logits."""
+        """Condense the client's images by matching mean features and logits; return them as bytes.
+
+        See `condense_for_upload`.
+        """
         return self.condense_for_upload(
             client, self.image_momentum, partial(perturb_parameters, self.rho), match_logits=True
         )
 
     def train(self, server: Server, lots: Replies[Lot]) -> None:
-        """Train the global model on all clients' condensed images.
+        """Train the server's model on all clients' condensed images.
 
-        A defence may leave clients out (`trusted_sets`). Without images nothing is trained.
+        A defence may leave clients out (`trusted_sets`). The number of images is reported as
+        `condensed`; without images nothing is trained.
         """
         images, labels = concatenate_lots(lots[k] for k in trusted_sets(server, lots))
         server.report["condensed"] = len(labels)

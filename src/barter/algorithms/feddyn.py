@@ -113,7 +113,10 @@ class FedDyn(Algorithm[Cloud, Drifter]):
         """Return nothing; the server reads the number of images that every reply carries."""
 
     def client_update(self, client: Drifter, task: TrainingRequest) -> State:
-        """Train with the regulariser, update the client's drift, and return the weights."""
+        """Train the server's weights with the regulariser and return the client's weights.
+
+        The change in training is added to the client's drift h_i.
+        """
         w = task["weights"]
         model = client.model
         model.load_state_dict(w)
@@ -124,12 +127,15 @@ class FedDyn(Algorithm[Cloud, Drifter]):
         return trained
 
     def train(self, client: Drifter, anchor: Anchor) -> None:
-        """Train the client's model on its data, with a penalty around the anchor."""
+        """Train the client's model on its data, with the anchor's penalty in the loss."""
         recipe = sgd(self.lr, weight_decay=self.weight_decay, clip=self.clip)
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, anchor=anchor)
 
     def evaluate_server(self, server: Cloud, test: Images) -> dict[str, float]:
-        """Evaluate w_cloud, and the mean of the models trained in the last round."""
+        """Return the metrics of w_cloud, and the accuracy of the last round's mean model.
+
+        That is the mean of the models trained in the last round; its accuracy is `average_global`.
+        """
         model = copy.deepcopy(server.model)
         model.load_state_dict(server.average)
         return {**super().evaluate_server(server, test), "average_global": accuracy(model, test)}
@@ -138,7 +144,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
 def update_drift(
     model: nn.Module, h: State, before: State, after: State, share: float = 1.0
 ) -> State:
-    """Return h plus a share of the change of the weights.
+    """Return h + share * (after - before), for the parameters of a network.
 
     Args:
         model: The network; only its parameters have a drift.

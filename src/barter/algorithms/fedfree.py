@@ -102,9 +102,10 @@ class Bridge(Server):
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """Return a network's exchangeable layers, convolutions before linear ones.
+    """Return copies of a network's exchangeable layers, convolutions before linear ones.
 
-    Grouped convolutions are left out.
+    Layers of one kind are in the network's order. Grouped convolutions are left out. No layer has
+    a credit.
     """
     layers: list[Layer] = []
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
@@ -142,34 +143,42 @@ def flat_parameters(layer: Layer) -> Tensor:
 
 
 def relative_change(before: Layer, after: Layer) -> Tensor:
-    """Return a layer's squared change, relative to its initial squared norm (Eq. 2)."""
+    """Return a layer's squared change, divided by its squared norm before (Eq. 2).
+
+    Weight and bias are taken together.
+    """
     old = flat_parameters(before)
     new = flat_parameters(after)
     return (new - old).square().sum() / (old.square().sum() + MIN_NORM)
 
 
 def output_changes(before: Layer, after: Layer) -> Tensor:
-    """Return the squared change of each output's weights in training (outputs,)."""
+    """Return the squared change of each output's weights, without its bias (outputs,)."""
     return (after["weight"] - before["weight"]).flatten(1).square().sum(1)
 
 
 def counterpart(layer: Layer, others: Mapping[str, Layer]) -> str | None:
     """Return the name of the layer of the same kind at the nearest relative depth.
 
+    Args:
+        layer: The layer.
+        others: The layers to choose from, by name, those of a kind in their network's order.
+
     Returns:
-        The name, or None if no other layer is of this kind.
+        The name, or None if none of `others` is of this kind.
     """
     same_kind = [name for name, other in others.items() if other["kind"] == layer["kind"]]
     return same_kind[round(layer["depth"] * (len(same_kind) - 1))] if same_kind else None
 
 
 def weight_entropy(weight: Tensor, kind: Entropy, bins: int, order: float) -> float:
-    """Return the entropy H of the histogram of a layer's weights, in nats.
+    """Return the entropy H of the histogram of a layer's weights.
 
     Args:
-        kind: The entropy: Shannon's, Tsallis' or the collision entropy.
+        weight: The weights.
+        kind: The entropy: Shannon's or the collision entropy, both in nats, or Tsallis'.
         bins: Number of bins between the smallest and the largest weight.
-        order: The order of Tsallis' entropy.
+        order: The order of Tsallis' entropy, not 1; the others ignore it.
     """
     counts = torch.histc(weight.flatten().float(), bins).double()
     p = counts[counts > 0] / counts.sum()
@@ -181,10 +190,10 @@ def weight_entropy(weight: Tensor, kind: Entropy, bins: int, order: float) -> fl
 
 
 def resize_weight(weight: Tensor, shape: torch.Size, onto: Tensor | None = None) -> Tensor:
-    """Crop or extend a weight to another shape.
+    """Return a weight or bias, cropped or extended to another shape of as many axes.
 
     The first outputs and inputs and the centre of the kernel are copied; the rest is zero, or taken
-    from `onto`.
+    from `onto`, which has the new shape. Neither tensor is changed.
     """
     target = torch.zeros(shape, device=weight.device) if onto is None else onto.clone()
     sources: list[slice] = []
@@ -201,9 +210,15 @@ def resize_weight(weight: Tensor, shape: torch.Size, onto: Tensor | None = None)
 
 
 def layer_outputs(weight: Tensor, bias: Tensor | None, noise: Tensor) -> Tensor:
-    """Return a layer's outputs for noise: (samples or positions, outputs).
+    """Return a layer's outputs for noise: (samples, outputs).
 
-    The noise must have at least as many channels as the layer has inputs.
+    A convolution, with circular padding, has a row for each position of each sample.
+
+    Args:
+        weight: The layer's weight.
+        bias: Its bias, or None.
+        noise: Inputs (samples, channels), or (samples, channels, height, width) for a convolution,
+            with at least as many channels as the layer has inputs; further ones are ignored.
     """
     x = noise[:, : weight.shape[1]]
     if weight.ndim == 2:
@@ -276,7 +291,7 @@ class FedFree(Algorithm[Bridge, Client]):
         return self.outputs == "trained"
 
     def largest(self, known: Known) -> int | None:
-        """Return the size in bytes of the k largest layers of a client's network.
+        """Return the largest size in bytes of a client's upload, its k largest layers.
 
         A layer has its weights, a bias and a credit for each output, and three strings or numbers.
         None means that the network is not known.
@@ -300,7 +315,12 @@ class FedFree(Algorithm[Bridge, Client]):
         server.report["gifts"] = len(gifts)
 
     def learn(self, client: Client) -> Annotated[list[Layer], Room("largest")]:
-        """Train locally and return the k layers that training changed most (Eq. 2)."""
+        """Train locally and return the k layers that training changed most (Eq. 2).
+
+        The change is relative (`relative_change`), the largest first. With `outputs` "trained",
+        layers have a credit: how much training changed each output. The metrics before the exchange
+        are reported.
+        """
         before = layers_of(client.model)
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
         record_before_exchange(client)
@@ -316,13 +336,14 @@ class FedFree(Algorithm[Bridge, Client]):
         return [after[position] for position in critical]
 
     def check_upload(self, server: Bridge, k: int, uploaded: list[Layer]) -> list[Layer]:
-        """Return client k's layers after checking that its network has them.
+        """Return the layers that client `k` uploaded, after checking that its network has them.
 
-        If the server cannot build the network, only their form is checked.
+        If the server cannot build the network, only the number of axes, the kernels' size, and
+        number and names of the layers are checked.
 
         Raises:
             PayloadError: A layer is not one of the network's, is uploaded twice, or there are more
-                than k layers.
+                than `self.layers` layers.
         """
         expected = layers_of(server.architectures[k]()) if k in server.architectures else uploaded
         outlines = {layer["name"]: layer_signature(layer) for layer in expected}
@@ -343,7 +364,11 @@ class FedFree(Algorithm[Bridge, Client]):
         return uploaded
 
     def share(self, server: Bridge, uploads: Replies[list[Layer]]) -> None:
-        """Train each of the server's layers to imitate the corresponding uploaded layers."""
+        """Train each of the server's layers to imitate the corresponding uploaded layers.
+
+        `server.layers` is updated. Layers to which no upload corresponds stay as they are; with
+        `match` "place", a layer that the server lacks starts as the first uploaded one.
+        """
         teachers: dict[str, list[Layer]] = {}
         for k, uploaded in uploads.items():
             for layer in uploaded:
@@ -354,17 +379,25 @@ class FedFree(Algorithm[Bridge, Client]):
             server.layers[name] = self.imitate(server.layers.get(name, imitated[0]), imitated)
 
     def matching_layer(self, server: Bridge, k: int, layer: Layer) -> str | None:
-        """Return the name of the server's layer for client k's layer; None without one."""
+        """Return the name of the server's layer that corresponds to a layer of client k.
+
+        With `match` "place" it is ARCHITECTURE/LAYER, which the server may not have yet; otherwise
+        the `counterpart`, or None without one.
+        """
         if self.match == "place":
             return f"{server.names[k]}/{layer['name']}"
         return counterpart(layer, server.layers)
 
     def imitate(self, g: Layer, teachers: Sequence[Layer]) -> Layer:
-        """Return the server's layer `g` after one gradient step on Eq. 3.
+        """Return the server's layer `g` after one gradient step of rate `server_lr` on Eq. 3.
 
         Args:
-            g: The server's layer.
-            teachers: The clients' layers whose outputs it is to reproduce.
+            g: The server's layer, which is not changed; a missing bias counts as zero.
+            teachers: The clients' layers whose outputs it is to reproduce, weighted by
+                `teacher_weights`.
+
+        Returns:
+            The new layer, always with a bias.
         """
         w = g["weight"].clone().requires_grad_()
         b = g.get("bias", torch.zeros(len(w), device=w.device)).clone().requires_grad_()
@@ -410,11 +443,13 @@ class FedFree(Algorithm[Bridge, Client]):
     def discrepancy(self, w: Tensor, b: Tensor, layer: Layer, noise: Tensor) -> Tensor:
         """Return the mean squared difference of two layers' outputs on noise (Eq. 3).
 
+        The mean is over samples and positions.
+
         Args:
             w: Weights of the first layer.
             b: Bias of the first layer.
             layer: The second layer.
-            noise: Inputs of both layers.
+            noise: Inputs of both layers, as wide as the wider one, see `layer_outputs`.
 
         Returns:
             One value per output that both layers have.
@@ -424,7 +459,10 @@ class FedFree(Algorithm[Bridge, Client]):
         return (layer_outputs(w, b, noise)[:, :outputs] - target).square().mean(0)
 
     def expected_discrepancy(self, w: Tensor, b: Tensor, layer: Layer) -> Tensor:
-        """Return the expectation of `discrepancy` over noise, in closed form."""
+        """Return the expectation of `discrepancy` over standard normal noise, in closed form.
+
+        Kernels of different sizes are aligned as in `resize_weight`.
+        """
         outputs = min(len(w), len(layer["weight"]))
         inner = [max(a, c) for a, c in zip(w.shape[1:], layer["weight"].shape[1:], strict=True)]
         shape = torch.Size([outputs, *inner])
@@ -435,11 +473,11 @@ class FedFree(Algorithm[Bridge, Client]):
     def align(self, server: Bridge, uploads: Replies[list[Layer]]) -> dict[int, list[Layer]]:
         """Select for each client the server's layer with the largest knowledge gain.
 
-        The gain is over a layer that the client uploaded. Clients without a positive gain are left
-        out.
+        The gain is over a layer that the client uploaded, which the selected one is to replace.
+        Clients without a positive gain are left out.
 
         Returns:
-            Client -> a list of the one layer, named as in the client's network.
+            Client -> a list of the one layer, under the name of the client's layer to replace.
         """
         gifts: dict[int, list[Layer]] = {}
         for k, uploaded in uploads.items():
@@ -455,22 +493,29 @@ class FedFree(Algorithm[Bridge, Client]):
     def candidates(self, server: Bridge, k: int, layer: Layer) -> list[Layer]:
         """Return the server's layers that may replace this one of client k.
 
-        These are the corresponding layer or, as published, all of its kind.
+        It is the corresponding one alone or, with `match` "depth", all of its kind.
         """
         if self.match == "place":
             return [server.layers[f"{server.names[k]}/{layer['name']}"]]
         return [g for g in server.layers.values() if g["kind"] == layer["kind"]]
 
     def gain(self, theta: Tensor, g: Tensor) -> float:
-        """Return the knowledge gain KGE of weights `g` over weights `theta` (Eq. 6)."""
+        """Return the knowledge gain KGE of weights `g` over weights `theta` (Eq. 6).
+
+        It is the entropy of `g` less that of `theta`, see `weight_entropy`.
+        """
         local = weight_entropy(theta, self.entropy, self.bins, self.tsallis_order)
         shared = weight_entropy(g, self.entropy, self.bins, self.tsallis_order)
         return shared - local
 
     def receive(self, client: Client, gifts: list[Layer]) -> None:
-        """Copy the received layer, if there is one, over the client's own (Eq. 7).
+        """Copy the received layer, if there is one, over the client's layer of its name (Eq. 7).
 
         With `outputs` "trained", a head changes only for the client's classes.
+
+        Args:
+            client: The client, whose model is changed in place.
+            gifts: The received layer, or nothing.
         """
         client.report["taken"] = len(gifts)
         for g in gifts:
@@ -508,8 +553,9 @@ class FedFree(Algorithm[Bridge, Client]):
     def fit_to_layer(self, received: Tensor, place: Tensor) -> Tensor:
         """Return a received weight or bias in the shape of the client's own (Eq. 7).
 
-        Entries that the received tensor does not cover are zero, or keep the client's values if
-        `fill` is "retain".
+        If `fill` is "retain", it is placed along each axis (`resize_weight`), and entries that it
+        does not cover keep the client's values. Otherwise its entries are copied in flattened order
+        and the rest is zero.
 
         Args:
             received: The received tensor.

@@ -91,8 +91,9 @@ def hard_sample_loss(
 ) -> Tensor:
     """Return the generator's loss: λ_cls fidelity + λ_dis diversity - gap.
 
-    The gap is the weighted mean absolute difference between the logits of the server's model and
-    those of the clients'.
+    The gap is the absolute difference between the logits of the server's model and those of a
+    client's, averaged over classes, summed over clients by weight, and averaged over images. Its
+    gradient flows through the server's model only.
 
     Args:
         generator: The generator to train.
@@ -126,7 +127,10 @@ def ensemble_cross_entropy(
     y: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Return the model's cross entropy with the clients' joint prediction.
+    """Return the model's cross entropy with the clients' joint prediction on generated images.
+
+    The joint prediction is the weighted sum of the clients' probabilities, or their robust
+    aggregate. Gradients flow through the server's model only.
 
     Args:
         generator: The generator of images.
@@ -190,7 +194,8 @@ class FedFTG(FedAvg):
         """Train the generator and the server's model in turn.
 
         Args:
-            server: The server with generator and model.
+            server: The server, which starts from its last generator and stores the trained one; its
+                model is trained in place.
             ensemble: The clients' models.
             shares: The weight of each client for each class (clients, classes).
             p: The frequency of each class.

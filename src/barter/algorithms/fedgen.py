@@ -92,11 +92,11 @@ def generator_loss(
     Args:
         generator: The generator to train.
         eta: η, the weight of diversity.
-        noise: The noise from which features are generated.
-        y: The classes for which they are generated.
-        shares: The weight of each client for each feature (clients, features).
-        weight: The weights of all heads, stacked.
-        bias: The biases of all heads, stacked.
+        noise: The noise from which feature vectors are generated (vectors, noise).
+        y: The classes for which they are generated (vectors,).
+        shares: The weight of each client for each feature vector (clients, vectors).
+        weight: The weights of all heads (clients, classes, width).
+        bias: The biases of all heads (clients, classes).
     """
     z = generator(noise, y)
     logits = (torch.einsum("bd,kcd->kbc", z, weight) + bias[:, None]).float()
@@ -115,12 +115,15 @@ def fedgen_loss(
 ) -> Tensor:
     """Return a client's loss on images and on generated features.
 
+    It is the cross entropy on the images plus strength * (α * cross entropy on generated features +
+    β * KL(prediction for generated features ‖ prediction for the image)).
+
     Args:
         model: The client's network.
         generator: The generator of features.
-        alpha: α, the weight of the cross entropy on generated features of all classes.
+        alpha: α, the weight of the cross entropy on generated features of random known classes.
         beta: β, the weight of the divergence between the predictions for an image and for generated
-            features of its class.
+            features of its class, which are constant in it.
         x: Images.
         labels: Their classes.
         known: The classes that the generator was trained for.
@@ -203,9 +206,11 @@ class FedGen(SharedHead[GeneratorServer]):
         """Train the generator with the clients' heads, weighted by their class counts.
 
         Args:
-            server: The server with the generator.
-            heads: The heads of the clients.
-            counts: The number of images of each client and class (clients, classes).
+            server: The server, which stores the trained generator and adds the clients' classes to
+                `server.known`.
+            heads: The heads of the clients, which are not changed.
+            counts: The number of images of each client and class (clients, classes), in the order
+                of `heads`.
         """
         new = LatentGenerator(server.spec.classes, self.features, self.noise, self.hidden)
         generator = restore_module(server, "latent", new, server.generator).train()

@@ -44,7 +44,7 @@ __all__ = ["FedGH", "fedgh_loss"]
 
 
 def fedgh_loss(head: nn.Linear, vectors: Tensor, classes: Tensor) -> Tensor:
-    """Return the cross entropy of the head on prototypes and their classes."""
+    """Return the mean cross entropy of the head's logits on prototypes with their classes."""
     return F.cross_entropy(head(vectors), classes)
 
 
@@ -76,13 +76,21 @@ class FedGH(SharedHead):
     def learn(
         self, client: HeadClient, head: State
     ) -> Annotated[ByClass, Named("vector", "features")]:
-        """Train with the shared head and return the client's prototypes."""
+        """Train with the shared head; return the mean features of each of the client's classes.
+
+        Args:
+            client: The client that trains.
+            head: The shared head; empty if the client has it already, or if there is none yet.
+        """
         self.put_head_on(client, head)
         self.train(client)
         return prototypes_of(client.model, client.data)
 
     def train_head(self, server: HeadServer, prototypes: ByClass) -> State:
-        """Train the shared head on all clients' prototypes and return its weights."""
+        """Train the shared head on all clients' prototypes and return its weights.
+
+        Training starts from `server.head`, which is not changed, or from a new head if it is empty.
+        """
         new = nn.Linear(self.features, server.spec.classes)
         head = restore_module(server, "head", new, server.head)
         fit_rows(

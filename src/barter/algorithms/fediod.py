@@ -115,7 +115,16 @@ def _patch_loss(logits: Tensor, real: float) -> Tensor:
 def discrimination(
     discriminator: PatchDiscriminator, spec: Spec, pixels: Tensor, generated: Tensor
 ) -> Tensor:
-    """Return the discriminator's loss on real images (as bytes) and generated ones."""
+    """Return the discriminator's loss, the mean of that on generated and on real images.
+
+    Each is the binary cross entropy summed over patches and averaged over images.
+
+    Args:
+        discriminator: The discriminator to train.
+        spec: The format of the images.
+        pixels: Real images as bytes, which are not augmented.
+        generated: Generated images, as network input.
+    """
     on_generated = _patch_loss(discriminator(generated), 0.0)
     on_real = _patch_loss(discriminator(prepare_batch(pixels, spec, Augment())), 1.0)
     return (on_generated + on_real) / 2
@@ -148,7 +157,7 @@ def imitation(generator: Decoder, spec: Spec, z: Tensor, slope: Tensor) -> Tenso
 
 
 def student_loss(model: Classifier, temperature: float, x: Tensor, joint_logits: Tensor) -> Tensor:
-    """Return the distillation loss of the model with the clients' joint logits."""
+    """Return T² KL(joint prediction ‖ model) on a batch of images, at temperature T."""
     return tempered_kl(temperature, model(x).float(), joint_logits)
 
 
@@ -168,8 +177,9 @@ def generator_logit_loss(
     Args:
         client_logits: The clients' logits (clients, images, classes).
         known: The logits of the server's model (images, classes).
-        shares: The weight of each client for each class (clients, classes).
-        sizes: The weight of each client.
+        shares: The weight of each client for each class (clients, classes), in the joint logits
+            that the server's model is compared with.
+        sizes: The weight of each client (clients,), for certainty and frequency of classes.
         temperature: The temperature of distillation.
         weights: The weights of these four terms, in this order.
     """
@@ -250,7 +260,7 @@ class FedIOD(Algorithm[Curator, DiscriminatorClient]):
         store_generator(server, generator, self.codes(server))
 
     def learn(self, client: DiscriminatorClient) -> Annotated[Tensor, Counts("classes")]:
-        """Train the client's network and return the number of images of each class."""
+        """Train the client's network; return its number of images of each class (classes,)."""
         fit(
             client,
             epochs=self.epochs,
@@ -260,16 +270,17 @@ class FedIOD(Algorithm[Curator, DiscriminatorClient]):
         return client.data.class_counts()
 
     def codes(self, party: Curator | DiscriminatorClient) -> Tensor:
-        """Sample the noise of a batch of images."""
+        """Sample the noise of a batch of images (samples, noise), on the party's device."""
         return torch.randn(self.samples, self.noise, device=party.device)
 
     @torch.no_grad()
     def draw(self, server: Curator, generator: Decoder) -> tuple[Tensor, Tensor]:
-        """Generate the images of an iteration.
+        """Generate the images of an iteration, without gradients.
 
         Returns:
-            The noise of the generator's step, and batches of images: first those of this noise,
-            then those that the server's model learns from.
+            The noise of the generator's step (samples, noise), and batches of images (1 +
+            global_steps, samples, channels, height, width): first those of this noise, then those
+            that the server's model learns from.
         """
         noises = [self.codes(server) for _ in range(1 + self.global_steps)]
         batches = [generate_from_codes(generator, codes, server.spec).float() for codes in noises]
@@ -305,7 +316,7 @@ class FedIOD(Algorithm[Curator, DiscriminatorClient]):
             return torch.stack([client.model(batch) for batch in batches])
 
     def discriminator(self, client: DiscriminatorClient) -> PatchDiscriminator:
-        """Return the client's discriminator, with the weights of its last step."""
+        """Return the client's discriminator, with the weights of its last step, or a new one."""
         new = PatchDiscriminator(client.data.spec, self.discriminator_width)
         return restore_module(client, "discriminator", new, client.discriminator)
 
@@ -365,7 +376,17 @@ class FedIOD(Algorithm[Curator, DiscriminatorClient]):
     def study(
         self, server: Curator, trainer: Trainer, batches: Tensor, answers: Replies[Tensor]
     ) -> None:
-        """Train the server's model on the clients' joint logits, a step for each batch."""
+        """Train the server's model on the clients' joint logits, a step for each batch.
+
+        Clients are weighted by their share of each class's images. The last loss is reported as
+        `global_loss`.
+
+        Args:
+            server: The server, whose model is trained in place.
+            trainer: The optimizer of its model.
+            batches: Batches of images, without the first one of `draw`.
+            answers: Each client's logits on all batches of `draw`; those of the first are ignored.
+        """
         shares = class_shares(torch.stack([server.counts[k] for k in answers]))
         model = server.model.train()
         for step, x in enumerate(batches, start=1):

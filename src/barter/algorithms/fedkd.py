@@ -100,6 +100,10 @@ def fedkd_loss(
 ) -> Tensor:
     """Return both networks' cross entropies plus distillation divided by them.
 
+    Distillation is KL(shared ‖ own) + KL(own ‖ shared), with the first of each constant, plus the
+    mean squared distance of features. The divisor, the sum of both cross entropies, is constant
+    too.
+
     Args:
         own: The client's network, the mentor.
         shared: The shared network, the mentee.
@@ -118,7 +122,7 @@ def fedkd_loss(
 
 
 def add_change(w: State, change: State) -> State:
-    """Return the weights with a change added."""
+    """Return the weights with a change added; the change must have all names of `w`."""
     return {name: tensor + change[name] for name, tensor in w.items()}
 
 
@@ -156,12 +160,19 @@ class FedKD(Algorithm[Broker, Mentor]):
         return ServerModel("own", self.shared)
 
     def energy(self, t: int) -> float:
-        """Return the share of the sum of squared singular values that is sent in round t."""
+        """Return the share of the sum of squared singular values that is sent in round t.
+
+        It rises linearly from `energy_start`, at t = 0, to `energy_end`, from round `energy_rounds`
+        on.
+        """
         progress = min(1.0, t / self.energy_rounds)
         return self.energy_start + progress * (self.energy_end - self.energy_start)
 
     def whole(self, known: Known) -> int | None:
-        """Return the bytes of an uncompressed change, which no compressed change exceeds."""
+        """Return the bytes of an uncompressed change, which no compressed change exceeds.
+
+        None means that the shared network is not known.
+        """
         return known.nbytes("server")
 
     def round(self, server: Broker, clients: Clients, t: int) -> None:
@@ -188,7 +199,8 @@ class FedKD(Algorithm[Broker, Mentor]):
 
         Args:
             client: The client that trains.
-            news: The shared model's weights, empty if the client has them, and the energy to keep.
+            news: The shared model's weights, empty if the client has them, and the share of the
+                squared singular values to keep.
         """
         w, energy = news
         client.shared = w or client.shared

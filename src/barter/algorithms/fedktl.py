@@ -124,7 +124,10 @@ class Aligner(nn.Module):
 
     @torch.no_grad()
     def centre(self, prototypes: ByClass) -> None:
-        """Set the centres of classes to the mean latent vectors of their prototypes."""
+        """Set the centres of classes in place to the mean latent vectors of their prototypes.
+
+        Classes without a prototype keep their centres. The aligner is left in evaluation mode.
+        """
         means = class_means(self.eval()(prototypes["vectors"]), prototypes["classes"])
         self.centres[means["classes"]] = means["vectors"]
 
@@ -150,6 +153,9 @@ def alignment(
     aligner: Aligner, lam: float, vectors: Tensor, classes: Tensor, codes: Tensor
 ) -> Tensor:
     """Return the aligner's loss: discrepancy plus λ times distance to centres.
+
+    The discrepancy is `mmd` between the aligned prototypes and `codes`; the distance is the mean
+    square between an aligned prototype and the centre of its class, which is trained too.
 
     Args:
         aligner: The network to train.
@@ -182,7 +188,10 @@ def arcface(cosines: Tensor, labels: Tensor, scale: float, margin: float) -> Ten
 def local_arcface_loss(
     model: Classifier, scale: float, margin: float, x: Tensor, labels: Tensor
 ) -> Tensor:
-    """Return ArcFace's loss of a client's network on its own images."""
+    """Return ArcFace's loss of a client's network on its own images.
+
+    The network's logits must be cosines times `scale`, as those of a frame head are.
+    """
     cosines = model(x).float() / scale
     return arcface(cosines, labels, scale, margin)
 
@@ -219,7 +228,14 @@ def fedktl_loss(
 
 
 def mean_directions(model: Classifier, data: Images) -> ByClass:
-    """Return prototypes: the mean direction of each class in the space of the frame."""
+    """Return the prototype of each class that occurs: its mean direction, of length 1.
+
+    Features are projected by the frame head, scaled to length 1, averaged over the class and scaled
+    again. The model must have a frame head (`add_frame_head`); it is left in evaluation mode.
+
+    Returns:
+        A table: "classes", sorted, and "vectors", one row for each of them.
+    """
     model.eval()
 
     def project(x: Tensor) -> Tensor:
@@ -277,7 +293,7 @@ class FedKTL(OneWidth[AligningServer]):
 
         Args:
             client: The client that trains.
-            lessons: The generated images of the last round; empty in the first round.
+            lessons: The last round's lesson, a list of one; empty in the first round.
         """
         data = client.data
         model = client.model
@@ -298,10 +314,13 @@ class FedKTL(OneWidth[AligningServer]):
         return mean_directions(model, data)
 
     def align(self, server: AligningServer, prototypes: ByClass) -> Tensor:
-        """Train the aligner on the clients' prototypes.
+        """Train the aligner on the clients' prototypes and store it at the server.
+
+        The classes of the prototypes are added to `server.known`.
 
         Returns:
-            The latent centres of all classes that some client has sent so far.
+            The latent centres (classes, latent_dim) of all classes that some client has sent so
+            far, in ascending order of the classes.
         """
         device = server.device
         generator = pretrained_generator(self.generator, self.weights, device)
@@ -325,15 +344,15 @@ class FedKTL(OneWidth[AligningServer]):
         return aligner.centres.detach()[server.known]
 
     def make_lesson(self, server: AligningServer, codes: Tensor) -> LatentLesson:
-        """Generate an image from each latent vector.
+        """Generate one image per class and return the lesson for the clients.
 
         Args:
-            server: The server.
-            codes: Latent vectors, one per class.
+            server: The server, which is not changed; its last lesson provides the projection.
+            codes: Latent vectors (classes, latent_dim), one for each class sent so far.
 
         Returns:
-            Images, latent vectors, and the linear projection from features to latent vectors, which
-            is new in the first round and stays the same.
+            The images as bytes, `codes`, and the initial weights of the linear layer from features
+            to latent vectors: random in the first round, later those of the last lesson.
         """
         generator = pretrained_generator(self.generator, self.weights, server.device)
         new = nn.Linear(self.features, codes.shape[1]).to(server.device).state_dict()

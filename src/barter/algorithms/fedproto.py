@@ -110,14 +110,20 @@ class FedProto(OneWidth[S, Follower]):
         clients.run(self.receive, self.merge_prototypes(server, prototypes))
 
     def learn(self, client: Follower) -> Annotated[ByClass, Named("vector", "features")]:
-        """Train with the global prototypes and return the client's own."""
+        """Train with the global prototypes, if there are any yet, and return the client's own.
+
+        They are the mean features of each of its classes in the trained network.
+        """
         data = client.data
         table = lookup(client.prototypes, data.spec.classes, self.features, client.device)
         self.train(client, partial(fedproto_loss, client.model, self.lam), table)
         return prototypes_of(client.model, data)
 
     def merge_prototypes(self, server: S, prototypes: Replies[ByClass]) -> ByClass:
-        """Return the global prototypes, computed from those of the clients."""
+        """Return the global prototypes: each class's mean over the clients that have it.
+
+        All clients have the same weight, unless the run has a defence on prototypes.
+        """
         return mean_table(prototypes.values())
 
     def receive(self, client: Follower, prototypes: ByClass) -> None:
@@ -127,7 +133,7 @@ class FedProto(OneWidth[S, Follower]):
     def remaining(
         self, method: str, earlier: tuple[ByClass], later: tuple[ByClass]
     ) -> tuple[ByClass] | None:
-        """Return the prototypes of classes that the later call does not replace."""
+        """Return the prototypes of classes that the later call does not replace, or None."""
         table = earlier[0]
         left = ~torch.isin(table["classes"], later[0]["classes"])
         if not left.any():
@@ -137,8 +143,9 @@ class FedProto(OneWidth[S, Follower]):
     def evaluate(self, client: Follower) -> dict[str, float]:
         """Evaluate the client by the nearest prototype, and by its network's head.
 
-        Metrics by the head are named head_METRIC. A client without prototypes is evaluated by the
-        head alone, under the usual names.
+        By prototype there are accuracies only, under the usual names. All metrics by the head are
+        named head_METRIC. A client without prototypes is evaluated by the head alone, under the
+        usual names. The client's report is included, then cleared.
         """
         if not client.prototypes:
             return super().evaluate(client)

@@ -85,7 +85,9 @@ def prototype_margin(prototypes: ByClass, most: float) -> Tensor:
 def fedtgp_loss(
     global_prototypes: TrainablePrototypes, vectors: Tensor, classes: Tensor, delta: Tensor
 ) -> Tensor:
-    """Return the cross entropy of negative distances, with δ added to the own class.
+    """Return the cross entropy of negative distances, with δ added to that of the own class.
+
+    Distances are Euclidean, from each client's prototype to all global ones.
 
     Args:
         global_prototypes: The prototypes to train, one per class.
@@ -113,7 +115,10 @@ class FedTGP(FedProto[Prototypist]):
     server_lr: Positive = 0.01  # η_S: learning rate of the server's SGD
 
     def merge_prototypes(self, server: Prototypist, prototypes: Replies[ByClass]) -> ByClass:
-        """Train the global prototypes on those of the clients and return them."""
+        """Train the global prototypes on those of the clients and return them for all classes.
+
+        The server stores their state and reports the margin. A defence may leave clients out.
+        """
         new = TrainablePrototypes(server.spec.classes, self.features)
         trainable = restore_module(server, "prototypes", new, server.prototypes)
         rows = concatenate_tables(select_trusted_tables(prototypes))

@@ -70,6 +70,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.compute.precision import full_precision
+from barter.core import robust
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Content, Counts, Floats, When
@@ -137,24 +138,27 @@ class Oracle(Client):
 
 
 def adversarial_loss(ensemble: Tensor, student: Tensor, tau: float) -> Tensor:
-    """Return L_adv, minus the KL divergence of global model and clients' ensemble.
+    """Return L_adv, minus KL(ensemble ‖ global model), averaged over images.
 
     Args:
-        ensemble: The ensemble's logits.
-        student: The global model's logits.
-        tau: τ, the temperature of both.
+        ensemble: The logits of the clients' ensemble (images, classes).
+        student: The global model's logits (images, classes).
+        tau: τ, the temperature of both; the divergence is not multiplied by τ².
     """
     return -kl(ensemble / tau, student / tau)
 
 
 def equilibrium(ensemble: Tensor) -> Tensor:
-    """Return L_info: minus the entropy of the ensemble's mean prediction over images."""
+    """Return L_info: minus the entropy (nats) of the ensemble's mean prediction over images.
+
+    `ensemble` are its logits (images, classes).
+    """
     p = ensemble.softmax(1).mean(0)
     return (p * (p + 1e-12).log()).sum()
 
 
 def distillation(model: Classifier, tau: float, x: Tensor, ensemble: Tensor) -> Tensor:
-    """Return the distillation loss of a model from the ensemble's logits."""
+    """Return τ² KL(ensemble ‖ model) on a batch of images, at temperature τ (`tempered_kl`)."""
     return tempered_kl(tau, model(x), ensemble)
 
 
@@ -168,7 +172,7 @@ def rehearsal(
     own: LabelledBatch,
     log_prior: Tensor | None = None,
 ) -> Tensor:
-    """Return the distillation loss plus the cross entropy on private images.
+    """Return the distillation loss (`distillation`) plus the cross entropy on private images.
 
     One forward pass takes both kinds of images, so batch normalisation sees them together.
 
@@ -177,10 +181,10 @@ def rehearsal(
         tau: τ, the temperature of distillation.
         spec: The format of the images.
         augment: Augmentation of the private images.
-        x: Generated images.
+        x: Generated images, as network input.
         ensemble: The ensemble's logits on them.
-        own: Private images and their labels.
-        log_prior: Log class prior of the private images, added to their logits.
+        own: Private images, as bytes, and their labels.
+        log_prior: Log class prior of the private images, added to their logits; None adds nothing.
     """
     inputs = torch.cat([prepare_batch(own.pixels, spec, augment), x])
     private, generated = model(inputs).split([len(own.pixels), len(x)])
@@ -190,9 +194,10 @@ def rehearsal(
 
 
 def accuracy_by_batch(model: Classifier, test: Images) -> float:
-    """Return a model's accuracy when each test batch is normalised by itself.
+    """Return a model's accuracy, a fraction of 1, when each test batch is normalised by itself.
 
-    Images are shuffled, because a test set may be sorted by class.
+    Images are shuffled, because a test set may be sorted by class; the order is always the same.
+    Batches are the chunks of `predict`. The model is not changed.
     """
     normalising = without_running_statistics(copy.deepcopy(model)).eval()
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0)).to(test.device)
@@ -338,7 +343,10 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         active.run(self.distil, ensemble)
 
     def learn(self, client: Oracle) -> LocalStatistics:
-        """Train on private images and earlier lessons; return the data's statistics.
+        """Train on private images; return the data's statistics.
+
+        With `rehearse`, the images and ensemble logits of earlier rounds are learned from too. The
+        metrics before the exchange are reported.
 
         Returns:
             The number of images of each class if `by_class`, and the images' spectrum if `canvas`;
@@ -375,14 +383,25 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         x: Annotated[Tensor, Floats("images", ...), Content("exact")],
         changed: Annotated[Tensor, Content("exact")],
     ) -> Logits:
-        """Return the client's logits on images and on their perturbed copies."""
+        """Return the client's logits on images and on their perturbed copies.
+
+        Running statistics stay the same.
+
+        Args:
+            client: The client, which stores the images for `distil`.
+            x: Generated images (images, channels, height, width).
+            changed: Their perturbed copies (q, images, channels, height, width).
+
+        Returns:
+            Logits (1 + q, images, classes) in full precision, those of `x` first.
+        """
         client.batch = [*client.batch, x]
         client.model.train(self.statistics == "batch")
         with torch.no_grad(), full_precision(), normalise_by_batch(client.model):
             return torch.stack([client.model(batch) for batch in (x, *changed)])
 
     def load_generator(self, server: QueryServer) -> LabelGenerator:
-        """Return the generator as the last round left it.
+        """Return the generator in training mode, as the last round left it, or a new one.
 
         A new generator that modifies canvases starts by leaving them unchanged.
         """
@@ -400,7 +419,8 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         """Generate `count` images, with labels that cycle through the classes.
 
         Returns:
-            The images as clients are sent them, their noise and their labels.
+            The images as clients are sent them, with the generator's graph; their noise; and their
+            labels.
         """
         z = torch.randn(count, self.noise, device=server.device)
         y = torch.arange(count, device=server.device) % server.spec.classes
@@ -427,7 +447,10 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         return y[chosen], x[chosen]
 
     def shares(self, answers: Replies[Tensor], statistics: Replies[LocalStatistics]) -> Tensor:
-        """Return each answering client's weight, (clients, classes) or (clients, 1).
+        """Return the weights of the clients that answered, which sum to 1 over clients.
+
+        If `by_class`, they are shares of each class's images (clients, classes), otherwise of all
+        images (clients, 1).
 
         Args:
             answers: The clients' logits.
@@ -442,6 +465,10 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
     def ensemble_logits(self, logits: Tensor, shares: Tensor) -> Tensor:
         """Combine the clients' logits into those of the ensemble.
 
+        If `by_class` or with a defence on logits, it is the logarithm of the weighted mean
+        probability, or of its robust aggregate (`merge_logits`); otherwise the weighted mean of
+        logits.
+
         Args:
             logits: Logits (..., clients, images, classes).
             shares: The clients' weights, see `shares`.
@@ -449,12 +476,12 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         Returns:
             Logits (..., images, classes).
         """
-        if self.by_class:
+        if self.by_class or robust.active().defends("logits"):
             return merge_logits(logits, shares)
         return (shares[:, None] * logits).sum(-3)
 
     def optimizer(self, server: QueryServer, generator: LabelGenerator) -> torch.optim.Adam:
-        """Return the generator's Adam, with earlier rounds' state if it was stored."""
+        """Return a new Adam for the generator, with earlier rounds' moments if they were stored."""
         optimizer = torch.optim.Adam(generator.parameters(), lr=self.generator_lr, fused=True)
         if server.moments:
             for parameter, moments in zip(generator.parameters(), server.moments, strict=True):
@@ -470,11 +497,13 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         client_logits: Tensor,
         shares: Tensor,
     ) -> None:
-        """Take one step of the generator.
+        """Take one step of the generator by an estimate of its gradient.
 
         Args:
+            server: The server, whose model is put into evaluation mode and not trained.
+            optimizer: The generator's optimizer.
             generated: Generated images, with the generator's graph, their noise and their labels.
-            u: Directions of the perturbations.
+            u: Directions of the perturbations (q, *images).
             client_logits: The clients' logits (1 + q, clients, images, classes).
             shares: The clients' weights.
         """
@@ -498,6 +527,7 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         """Return the generator's loss: fidelity plus three weighted terms.
 
         These are L_adv, L_info and L_div, with the weights `beta_adv`, `beta_info` and `beta_div`.
+        With `pairs` "class", L_div compares images of the same label only.
 
         Args:
             shares: The clients' weights.
@@ -524,7 +554,10 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
     ) -> Tensor:
         """Estimate the gradient from one difference of the batch's loss per direction.
 
-        This is the estimator of the authors' code.
+        This is the estimator of the authors' code. Arguments are those of `by_logits`.
+
+        Returns:
+            The estimate divided by the number of images, a tensor like `x`.
         """
         with torch.no_grad(), full_precision():
             points = [x, *(x + self.eps * direction for direction in u)]
@@ -550,6 +583,16 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
 
         Only the clients' Jacobian is estimated: differences of their logits are multiplied by the
         exact derivative of the loss. All other parts of the gradient are exact.
+
+        Args:
+            model: The server's model.
+            loss: Called with the clients' logits, the model's logits and the images (see `loss`).
+            x: The images, without the generator's graph.
+            u: Directions of the perturbations (q, *images).
+            client_logits: The clients' logits (1 + q, clients, images, classes).
+
+        Returns:
+            The gradient of the loss with respect to the images, a tensor like `x`.
         """
         logits = client_logits[0].clone().requires_grad_()
         images = x.clone().requires_grad_()
@@ -574,10 +617,12 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         optimizer: torch.optim.Adam,
         lessons: Iterable[list[Tensor]],
     ) -> Tensor:
-        """Store the generator, its optimizer, and the round's images and logits.
+        """Store the generator, its optimizer, and the round's images and logits at the server.
+
+        The last `memory` rounds stay; the optimizer is stored with `lasting_optimizer` only.
 
         Args:
-            lessons: Of each portion: images, ensemble logits, labels.
+            lessons: Of each portion of the round: images, ensemble logits, labels.
 
         Returns:
             The labels of the round's images.
@@ -591,11 +636,17 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         return y
 
     def report_quality(self, server: QueryServer, y: Tensor, shares: Tensor) -> None:
-        """Report the quality of generated images, and agreement with the ensemble.
+        """Report the quality of the round's images, and agreement with the ensemble.
 
-        These are the images' variety, how often the ensemble predicts the label, how often the
-        server's model predicts the same class as the ensemble, and the mean share of clients that
-        have images of the label.
+        These are the images' variety (see `variety`), how often the ensemble predicts the label
+        (`recognised`), how often the server's model predicts the same class as the ensemble
+        (`agreement`), and if `by_class` the mean share of clients that have images of the label
+        (`known`).
+
+        Args:
+            server: The server, whose last lesson has the images.
+            y: Labels of the images.
+            shares: The clients' weights, see `shares`.
         """
         x, ensemble = server.lessons[-1]
         predicted = ensemble.argmax(1)
@@ -619,8 +670,11 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         """Distil the ensemble's logits on the last rounds' images into a model.
 
         Args:
+            model: The model, trained in place in the mode that it has.
             lessons: Of each round: images, ensemble logits.
-            own: Private images that are used in every step too, or none.
+            steps: Number of steps.
+            lr: Adam's learning rate, which falls to zero over the steps.
+            own: Private images that are used in every step too (see `rehearsal`), or None.
             size: Number of private images per step.
         """
         images, ensemble = (torch.cat(column) for column in zip(*lessons, strict=True))
@@ -649,8 +703,13 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
     def distil(self, client: Oracle, ensemble: Tensor) -> None:
         """Learn from the ensemble's logits on the images of this and the last rounds.
 
-        `memory` rounds are kept. If networks normalise by the batch, the statistics are then
-        recomputed from the client's own images.
+        With `rehearse`, private images are in every step too. The client stores the last `memory`
+        rounds. If `statistics` is "batch", running statistics are then recomputed from the client's
+        own images.
+
+        Args:
+            client: The client, which was sent the round's images by `answer`.
+            ensemble: The ensemble's logits on all of them, in the order of the calls.
         """
         client.lessons = [*client.lessons, [torch.cat(client.batch), ensemble]][-self.memory :]
         client.batch = []

@@ -75,7 +75,7 @@ __all__ = ["FedZKT", "disagreement", "sl_loss"]
 
 
 def sl_loss(one: Tensor, other: Tensor) -> Tensor:
-    """Return the SL loss: L1 distance of two predictions, averaged over the batch.
+    """Return the SL loss: L1 distance of two softmax predictions, averaged over the batch.
 
     Args:
         one: Logits (images, classes).
@@ -88,6 +88,8 @@ def disagreement(
     generator: Decoder, ensemble: Ensemble, model: Classifier, spec: Spec, sign: float, z: Tensor
 ) -> Tensor:
     """Return the signed SL loss between the server's model and the clients' ensemble.
+
+    The ensemble's logits are the mean of the clients', or their robust aggregate.
 
     Args:
         generator: The generator of images.
@@ -190,11 +192,14 @@ class FedZKT(Algorithm[Artist, Client]):
         return client.model.state_dict()
 
     def codes(self, party: Artist | Client) -> Tensor:
-        """Sample the noise of a batch of images."""
+        """Sample the noise of a batch of images (samples, noise), on the party's device."""
         return torch.randn(self.samples, self.noise, device=party.device)
 
     def gather(self, server: Artist, ensemble: Ensemble) -> Decoder:
-        """Train the generator and the server's model in turn; return the generator."""
+        """Train the generator and the server's model in turn; return the generator.
+
+        The server's model is trained in place; `server.generator` is read and not yet replaced.
+        """
         generator = server_generator(server, self.noise)
         model = server.model
         seek = partial(disagreement, generator, ensemble, model, server.spec, -1.0)
@@ -210,6 +215,8 @@ class FedZKT(Algorithm[Artist, Client]):
 
     def distil_to_client(self, server: Artist, generator: Decoder, k: int, w: State) -> State:
         """Distil the server's model into a client's and return the client's new weights.
+
+        Both models are in evaluation mode, so that running statistics stay as uploaded.
 
         Args:
             server: The server.

@@ -57,7 +57,9 @@ def fml_loss(
     x: Tensor,
     labels: Tensor,
 ) -> Tensor:
-    """Return both networks' losses: cross entropy and KL(other ‖ network).
+    """Return the sum of both networks' losses, each of cross entropy and KL(other ‖ network).
+
+    The other network's prediction is constant in a divergence.
 
     Args:
         own: The client's network.
@@ -97,7 +99,12 @@ class FML(FedAvg):
         return ServerModel("own", self.shared)
 
     def client_update(self, client: Client, w: State) -> Annotated[State, Weights("server")]:
-        """Train both networks on the client's data and return the shared one's weights."""
+        """Train both networks on the client's data and return the shared one's weights.
+
+        Args:
+            client: The client, whose own network is trained in place.
+            w: The weights from which the shared network starts.
+        """
         shared = companion(client, self.shared, w)
         fit_by(
             client,

@@ -36,7 +36,10 @@ class Local(Algorithm):
         clients.run(self.learn)
 
     def learn(self, client: Client) -> None:
-        """Train the client's network on its own data."""
+        """Train the client's network on its own data, until τ is reached or `max_epochs` are over.
+
+        The number of epochs is reported.
+        """
         recipe = recipe_by_name(self.optimizer, self.lr, weight_decay=self.weight_decay)
         fitted = fit(
             client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe

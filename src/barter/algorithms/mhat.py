@@ -37,7 +37,14 @@ __all__ = ["MHAT", "auxiliary_loss"]
 
 
 def auxiliary_loss(lam: float, logits: Tensor, mean: Tensor, labels: Tensor) -> Tensor:
-    """Return cross entropy with labels plus λ times that with the mean prediction."""
+    """Return cross entropy with labels plus λ times that with the mean prediction.
+
+    Args:
+        lam: λ.
+        logits: The server's model's logits (images, classes).
+        mean: The clients' mean probabilities (images, classes).
+        labels: The public labels (images,).
+    """
     return F.cross_entropy(logits, labels) + lam * soft_loss(logits, mean)
 
 
@@ -60,7 +67,7 @@ class MHAT(PublicDistillation):
         )
 
     def compute_targets(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        """Train the server's model on the mean and the public labels; return its predictions.
+        """Train the server's model on the mean and the public labels; return its probabilities.
 
         Args:
             server: The server, whose model is trained in place.

@@ -51,7 +51,8 @@ __all__ = ["MOON", "contrast", "moon_loss"]
 def contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Tensor:
     """Return the contrastive loss (Eq. 3), averaged over a batch.
 
-    It is -log(g / (g + p)) with g = exp(sim(z, z_glob) / τ) and p = exp(sim(z, z_prev) / τ).
+    It is -log(g / (g + p)) with g = exp(sim(z, z_glob) / τ) and p = exp(sim(z, z_prev) / τ), where
+    sim is the cosine similarity.
 
     Args:
         z: Features of the model that is trained.
@@ -107,7 +108,10 @@ class MOON(FedAvg):
         return add_projection_head(network, self.projection)
 
     def client_update(self, client: Client, w: State) -> State:
-        """Train the server's weights with the contrastive loss and return them."""
+        """Train the server's weights with the contrastive loss and return the trained weights.
+
+        The previous model of the loss is the client's before it loads `w`.
+        """
         model = client.model
         prev = frozen_copy("previous", client)
         model.load_state_dict(w)

@@ -89,8 +89,9 @@ class OneWidth(Algorithm[S, C]):
 
         Args:
             client: The client that trains.
-            loss: A loss as `fit_by` takes it; cross entropy if none is given.
-            extras: Tensors that the loss gets in every step, or an iterator of such tensors.
+            loss: A loss as `fit_by` takes it; None is cross entropy, without `extras`.
+            extras: Tensors that the loss gets in every step, or an iterator with one sequence of
+                tensors for each step.
             also: Further modules to train.
         """
         fit_by(
@@ -125,11 +126,12 @@ class SharedHead(OneWidth[H, K]):
         return network
 
     def setup(self, server: H, clients: Clients) -> None:
-        """Choose the head that all clients start from.
+        """Set `server.head`, the head that all clients start from.
 
-        Heads of different architectures are initialised differently, and the average of heads that
-        were trained from different initial weights is worth little. Networks taken over from
-        another run keep their heads.
+        It is the first client's untrained head, or a new linear layer if the server cannot build
+        the clients' networks. Heads of different architectures are initialised differently, and the
+        average of heads that were trained from different initial weights is worth little. Networks
+        taken over from another run keep their heads: then nothing is set.
         """
         if not server.fresh:
             return
@@ -146,29 +148,34 @@ class SharedHead(OneWidth[H, K]):
         return {} if set(active) <= set(server.holders) else server.head
 
     def put_head_on(self, client: K, head: State) -> None:
-        """Put the shared head on the client's network.
+        """Put the shared head on the client's network, in place.
+
+        A client that never received one keeps its own.
 
         Args:
             client: The client.
-            head: The shared head; empty if it is the one that the client has received.
+            head: The shared head; empty for the one that the client has received.
         """
         client.head = head or client.head
         load_head(client.model, client.head)
 
     def share_head(self, server: H, clients: Clients, head: State) -> None:
-        """Make this the shared head, send it to all clients, and note who has it."""
+        """Make this the shared head and send it to all clients.
+
+        `server.holders` then lists the clients that received it.
+        """
         server.head = head
         server.holders = list(clients.run(self.receive, head))
 
     def receive(self, client: K, head: State) -> None:
-        """Store the shared head."""
+        """Store the shared head at the client; its network keeps the head that it trained."""
         client.head = head
 
     def evaluate(self, client: K) -> dict[str, float]:
         """Evaluate the client's network with its own head and with the shared one.
 
         Metrics with the shared head are named shared_METRIC; a client that never received one has
-        none.
+        none. The client's report is included, then cleared.
         """
         if not client.head:
             return super().evaluate(client)

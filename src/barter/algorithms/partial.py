@@ -141,7 +141,14 @@ class PartialTraining(Algorithm[S, Client]):
         self.exchange(server, clients.sample(self.fraction), t)
 
     def exchange(self, server: S, active: Clients, t: int) -> Replies[SubmodelUpdate]:
-        """Have every client train its submodel and average these in the server's model.
+        """Have every client train its submodel, and load the average into the server's model.
+
+        With `norm` "global", these clients then measure its normalisation statistics.
+
+        Args:
+            server: The server.
+            active: The clients that train.
+            t: The round, by which channels are selected.
 
         Returns:
             The clients' updates.
@@ -157,14 +164,14 @@ class PartialTraining(Algorithm[S, Client]):
         return updates
 
     def measure_statistics(self, active: Clients, w: State) -> State:
-        """Replace the running statistics of averaged weights by the clients' own.
+        """Replace the running statistics of averaged weights by those that clients measure.
 
         Args:
             active: The clients, which measure statistics of their images under these weights.
             w: The averaged weights of the full network.
 
         Returns:
-            The weights with the combined statistics.
+            The weights with the clients' statistics, weighted by their numbers of batches.
         """
         statistics = active.run(self.measure, w)
         batches = [renew_batches(n, self.batch_size) for n in statistics.num_examples.values()]
@@ -174,7 +181,7 @@ class PartialTraining(Algorithm[S, Client]):
         """Return batch-norm statistics of the client's images in the full network.
 
         Args:
-            client: The client.
+            client: The client, whose own model is not changed.
             w: The weights of the full network.
         """
         full_network = lanes.lane_module("whole network", lambda: widen_network(client.model))
@@ -187,7 +194,10 @@ class PartialTraining(Algorithm[S, Client]):
         return sum(known.server[name][0].numel() for name in running_means(known.server))
 
     def choose(self, server: S, active: Clients, t: int) -> dict[int, SubmodelIndices]:
-        """Select the channels that each client trains in round t."""
+        """Return, for each client, the channels of the server's model that it trains in round t.
+
+        See `submodel_indices`.
+        """
         w = server.model.state_dict()
         chosen = {}
         for k in active:
@@ -196,7 +206,7 @@ class PartialTraining(Algorithm[S, Client]):
         return chosen
 
     def train(self, client: Client, w: State) -> SubmodelUpdate:
-        """Train the client's model on its data, from weights `w` unless empty.
+        """Train the client's model on its data, from weights `w`, or its own if `w` is empty.
 
         Returns:
             The trained weights, and how often images of each class were trained on (empty unless
@@ -237,7 +247,14 @@ class PartialTraining(Algorithm[S, Client]):
     ) -> State:
         """Return the server's weights, each averaged over the clients that trained it.
 
-        This is Eq. 1 of DFRD. Weights that no client trained are unchanged.
+        This is Eq. 1 of DFRD. Clients are weighted by `weighting`. With `own_rows`, the head's row
+        of a class is averaged over the clients that trained on images of the class. Weights that no
+        client trained keep their values. The server's model is not changed.
+
+        Args:
+            server: The server.
+            updates: The clients' updates.
+            where: The channels that each client trained, see `choose`.
         """
         by_examples = self.weighting == "examples"
         weights = {k: float(updates.num_examples[k]) if by_examples else 1.0 for k in updates}

@@ -64,12 +64,12 @@ class Adapter(Client):
 def loss_gradient(
     model: Classifier, w: State, batch: LabelledBatch, spec: Spec, augment: Augment
 ) -> State:
-    """Return the gradient of the cross entropy on a batch at given weights.
+    """Return the gradient of the cross entropy on a batch at given weights, by name.
 
     Args:
-        model: The network; its own weights are not used.
+        model: The network; its own values of the weights in `w` are not used.
         w: The weights at which the gradient is computed.
-        batch: The images and their classes.
+        batch: The images, as bytes, and their classes.
         spec: The format of the images.
         augment: The augmentation of the images.
     """
@@ -95,7 +95,9 @@ def adaptation_loss(
     second: LabelledBatch,
     third: LabelledBatch | None = None,
 ) -> Tensor:
-    """Return a surrogate whose gradient is that of the loss after adaptation.
+    """Return a surrogate whose gradient by the parameters is that of the loss after adaptation.
+
+    Its value has no meaning.
 
     Args:
         model: The network to train.
@@ -173,7 +175,7 @@ class PerFedAvg(Broadcast[Caster, Adapter]):
 
 
 def batch_groups(data: Images, size: int, each: int) -> Iterator[list[LabelledBatch]]:
-    """Yield lists of several batches.
+    """Yield lists of several shuffled batches without end, see `index_batches`.
 
     Args:
         data: The images.

@@ -93,7 +93,7 @@ class HyperNetwork(nn.Module):
 
 
 def group_by_layer(names: Iterable[str]) -> list[list[str]]:
-    """Return the names of a model's weights, grouped by the module that has them."""
+    """Return the names of a model's weights, grouped by the module that has them, in order."""
     groups: dict[str, list[str]] = {}
     for name in names:
         module = name.rpartition(".")[0]
@@ -173,7 +173,7 @@ class PFedLA(Algorithm[Mixer]):
         server.models |= updates
 
     def client_update(self, client: Client, w: State) -> State:
-        """Train the mix, or at first the client's own model; return the weights.
+        """Train the client's mix, or at first its own model, and return the trained weights.
 
         Args:
             client: The client.
@@ -198,10 +198,11 @@ class PFedLA(Algorithm[Mixer]):
         """Train client k's hypernetwork for a step by the change that training made.
 
         Args:
-            server: The server, with all clients' models.
-            clients: All clients.
+            server: The server, which stores the hypernetwork; its models are those that were mixed,
+                without this round's updates.
+            clients: All clients of the run.
             k: The client.
-            change: The change of the client's weights in training.
+            change: The change of the client's parameters in training, from its mix.
         """
         hyper, own, known = self.hypernetwork(server, clients, k)
         dots = torch.zeros(hyper.shape, device=server.device)
@@ -215,7 +216,10 @@ class PFedLA(Algorithm[Mixer]):
     def hypernetwork(
         self, server: Mixer, clients: Clients, k: int
     ) -> tuple[HyperNetwork, Tensor, Tensor]:
-        """Return the hypernetwork of client k and its two inputs, `own` and `known`."""
+        """Return the hypernetwork of client k and its two inputs, `own` and `known` (clients,).
+
+        See `HyperNetwork.forward`. Columns are in the order of `clients`, all clients of the run.
+        """
         new = HyperNetwork(len(clients), len(server.layers), self.width)
         hyper = restore_module(server, "hypernetwork", new, server.hyper[k])
         own = [float(j == k) for j in clients]

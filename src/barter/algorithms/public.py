@@ -84,9 +84,14 @@ class PublicDistillation(Algorithm[S, C]):
     def answer(self, client: C, places: Annotated[Tensor, Places("images")]) -> Answer:
         """Train on the client's own data, then predict on public images.
 
+        The metrics before the exchange are reported.
+
         Args:
             client: The client.
             places: The indices of the round's public images.
+
+        Returns:
+            Predictions (images, classes) in the order of `places`, see `to_predictions`.
         """
         self.train(client)
         record_before_exchange(client)
@@ -102,11 +107,22 @@ class PublicDistillation(Algorithm[S, C]):
         return logits.softmax(1)
 
     def mean_prediction(self, answers: Replies[Answer]) -> Tensor:
-        """Return the mean of the clients' predictions."""
+        """Return the unweighted mean of the clients' predictions, or their robust aggregate."""
         return mean_predictions([answer["said"] for answer in answers.values()])
 
     def compute_targets(self, server: S, places: Tensor, mean: Tensor) -> Tensor:
-        """Return the targets that clients learn from: by default, the mean prediction."""
+        """Return the targets that clients learn from: by default, the mean prediction.
+
+        Subclasses may train the server's model here.
+
+        Args:
+            server: The server.
+            places: Indices of the round's public images.
+            mean: The clients' mean prediction, a row per place.
+
+        Returns:
+            Targets with a row per place.
+        """
         return mean
 
     def learn(
@@ -126,10 +142,10 @@ class PublicDistillation(Algorithm[S, C]):
         loss: Callable[..., Tensor],
         track: Callable[[Sequence[int]], Iterator[int]],
     ) -> None:
-        """Train a model on the round's public images.
+        """Train a model on the round's public images, for `distil_epochs` passes.
 
         Args:
-            model: The model to train.
+            model: The model to train in place.
             images: The public images.
             places: The indices of the round's images.
             targets: Tensors with a row for each of the round's images.

@@ -26,12 +26,15 @@ SHEET = "attack.png"
 
 
 def attack_tables(run: Path, shadows: int, monitor: Monitor) -> Iterator[Table | str]:
-    """Attack a run and yield its results as tables and text.
+    """Attack a run by `run_attacks` and yield its results as tables and text.
 
     Args:
-        run: The folder of the run.
+        run: The folder of the run, where results are saved.
         shadows: The number of shadow runs for membership inference; must be even.
         monitor: Shows progress.
+
+    Raises:
+        ConfigError: As `run_attacks`.
     """
     results, paths = run_attacks(run, shadows, monitor)
     yield from result_tables(results)
@@ -41,16 +44,20 @@ def attack_tables(run: Path, shadows: int, monitor: Monitor) -> Iterator[Table |
 def run_attacks(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], list[Path]]:
     """Run one more round, protected as before, and attack what clients upload.
 
+    The round is not added to the run, and a privacy budget does not limit it.
+
     Args:
         run: The folder of the run, where results are saved.
-        shadows: The number of shadow runs for membership inference; must be even.
+        shadows: The number of shadow runs for membership inference; must be even, and 0 leaves out
+            the attack that needs them.
         monitor: Shows progress.
 
     Returns:
         The results, and the paths of the files that hold them.
 
     Raises:
-        ConfigError: If the number of shadow runs is odd, or results cannot be written.
+        ConfigError: If the number of shadow runs is odd, there are too few test images, or results
+            cannot be written.
     """
     if shadows % 2:
         raise ConfigError(

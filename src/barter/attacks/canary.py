@@ -87,14 +87,14 @@ class EpsilonBound:
 def prove_epsilon(
     without: Tensor, including: Tensor, delta: float, confidence: float = CONFIDENCE
 ) -> tuple[float, tuple[float, float], tuple[float, float]]:
-    """Return a lower bound of ε, and intervals of the hit and false-alarm rates.
+    """Return a lower bound of ε, then intervals (low, high) of the hit and false-alarm rates.
 
-    A threshold is chosen among quantiles of every second try's scores; the bound is that of the
-    other tries, and at least 0.
+    A threshold is chosen among quantiles of every second try's scores; bound and intervals are
+    those of the other tries. The bound is at least 0.
 
     Args:
-        without: The attacker's scores of tries with one image.
-        including: Its scores of tries with the other.
+        without: The attacker's score of each try with one image (tries,), at least two.
+        including: Its scores of tries with the other image. Either group may have the higher ones.
         delta: δ, the probability that ε does not hold.
         confidence: The probability with which the bound holds.
     """
@@ -119,10 +119,11 @@ def _bound_at(
     The bound is log((least hit rate - δ) / largest false-alarm rate); it may be negative.
 
     Args:
-        scores: Scores without and with the image.
+        scores: Scores without, then with the image.
         threshold: The threshold.
-        above: Whether a score above it is taken for a try with the image; otherwise one that is
-            not above it is taken for a try without.
+        above: Whether the attacker looks for tries with the image, by scores above the threshold;
+            otherwise for tries without, by scores that are not. Hits are tries of this kind that it
+            finds, false alarms those of the other kind.
         delta: δ, the probability that ε does not hold.
         confidence: The probability with which the bound holds.
     """
@@ -201,7 +202,7 @@ class Game:
         self.released: Account = {}
 
     def _with_canary(self, world: int) -> Images:
-        """Return the client's images with the canary of a world in place of the first.
+        """Return the client's images, the first replaced by the canary: black, in world 1 white.
 
         Its label differs too if labels are protected: elsewhere, opposite images of one class are
         as different as two images can be.
@@ -220,12 +221,13 @@ class Game:
         The guard and the images stay in place afterwards. `released` is set if the client answered.
 
         Args:
-            world: Index of the images that the client holds in this round.
+            world: 0 if the client's first image is black in this round, 1 if it is white.
             number: With the run's seed, seeds all randomness of the round.
             guard: Protects the answers.
 
         Returns:
-            The numbers in each part of the client's protected answers, or None if it gave no answer.
+            By part, all numbers of the client's protected answers in one vector; None if the client
+            gave no answer.
         """
         server, memories = isolate(self.start)
         experiment = self.experiment
@@ -254,7 +256,10 @@ class Game:
         return self._numbers()
 
     def _numbers(self) -> dict[str, Tensor]:
-        """Return the numbers of each protected part that the client sent."""
+        """Return, by protected part, the numbers that the client sent, as one vector.
+
+        Private training counts as one part, with the numbers of all answers.
+        """
         found: dict[str, list[Tensor]] = {}
         for method, answer in self.tap.answers:
             if self.plan.training is not None:
@@ -298,9 +303,10 @@ class Game:
         return guard
 
     def directions(self) -> dict[str, Tensor]:
-        """Return the difference that the image makes to each part, almost without noise.
+        """Return, by part, the answer with the white image minus that with the black one.
 
-        It is summed over `QUIET_TRIES` rounds, and empty if the client was not asked in any.
+        They are computed almost without noise and summed over `QUIET_TRIES` rounds. The dict is
+        empty if the client was not asked in any of these.
         """
         guard = self.quiet_guard()
         sums: dict[str, Tensor] = {}
@@ -320,11 +326,13 @@ def play_canary_game(
     monitor: Monitor,
     confidence: float = CONFIDENCE,
 ) -> list[EpsilonBound]:
-    """Play the game; return a lower bound of ε for each protected part and for all.
+    """Play the canary game; return a lower bound of ε for each protected part.
+
+    If there are several parts, a bound for all of them together comes last.
 
     Args:
         experiment: A run in this process that has not begun. It cannot be used afterwards.
-        tries: The number of rounds with either image.
+        tries: The number of rounds with each of the two images, at least 20.
         images: The number of images that each client keeps. One image among few matters most.
         monitor: Shows progress.
         confidence: The probability with which each bound holds.
@@ -405,10 +413,16 @@ def _score(
 
 
 def _combine(scores: Sequence[Tensor]) -> list[Tensor]:
-    """Return one score per try, with parts weighted by how well they discriminate.
+    """Combine the scores of all parts into one score per try, by a linear discriminant.
 
-    A weight is the difference of the means divided by the sum of the variances. Weights come from
-    the half of the tries that the threshold is chosen on.
+    A part's weight is (mean with - mean without the canary) / (sum of the two variances). Weights
+    come from the even tries, on which the threshold is chosen too; the odd tries stay held out.
+
+    Args:
+        scores: Scores (tries, parts) of the tries without the canary, then of those with it.
+
+    Returns:
+        Scores (tries,) in the same order; higher ones speak for the canary.
     """
     without, including = (values[::2] for values in scores)
     spread = without.var(0) + including.var(0)
@@ -423,8 +437,8 @@ def _conclude(
 
     Args:
         name: The part.
-        scores: The attacker's scores of tries with one image and with the other.
-        released: The releases of one round.
+        scores: The attacker's scores of tries with one image, then with the other.
+        released: What the account charges for one round, from which the stated ε follows.
         delta: δ, the probability that ε does not hold.
         confidence: The probability with which the bound holds.
     """
@@ -450,7 +464,7 @@ def canary_lines(
     Args:
         experiment: A run that has not begun.
         folder: The run's folder, where the result is saved as canary.json; None to save nothing.
-        tries: The number of rounds with either image.
+        tries: The number of rounds with each of the two images.
         images: The number of images that each client keeps.
         monitor: Shows progress.
 

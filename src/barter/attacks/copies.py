@@ -3,8 +3,10 @@
 A client's synthetic images are made from some of its images, the offered ones. For every synthetic
 image, the nearest of all the client's images is found. If synthetic images resemble a class but no
 single image, the nearest one is as often an offered one as any other: the rate equals the share of
-offered images. If they are copies, the rate is 1. Only the experimenter can run this test, since no
-party has both kinds of images.
+offered images. If they are copies, the rate is 1. The PSNR of each private image with the synthetic
+image most like it bounds what an attacker gains by taking synthetic images for reconstructions: it
+is that of an attacker who picks the right one. Images that were not offered are the reference.
+Only the experimenter can run these tests, since no party has both kinds of images.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import torch.nn.functional as F
 from scipy.special import ndtri
 from torch import Tensor
 
+from barter.attacks.inversion import denormalise
+from barter.attacks.measures import psnr_of_best_match
 from barter.attacks.overheard import clients_of
 from barter.attacks.result import Result, mean_result
 from barter.core.evaluation import predict
-from barter.core.images import Images
+from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.experiment import Experiment
 from barter.models.generators import resize_images
@@ -50,9 +54,12 @@ def measure_copies(experiment: Experiment) -> list[Result]:
         n_private = len(client.data)
         if len(offered) == n_private:
             continue  # Every image was offered, so any nearest image is an offered one.
-        values[NEAREST_BY_PIXELS][k] = copy_rate(
-            _by_pixels(client.data, images), offered, n_private
-        )
+        private = _private_images(client.data, images.shape[-2:])
+        similarity = _similarity(private, images, offered, client.data.spec)
+        values[NEAREST_BY_PIXELS][k] = {
+            **copy_rate(find_nearest(images, private), offered, n_private),
+            **similarity,
+        }
         nearest = _by_features(client.model, client.data, images)
         values[NEAREST_BY_FEATURES][k] = copy_rate(nearest, offered, n_private)
     if not values[NEAREST_BY_PIXELS]:
@@ -106,14 +113,23 @@ def find_nearest(queries: Tensor, references: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _by_pixels(data: Images, images: Tensor) -> Tensor:
-    """Find the nearest private images in the size of the synthetic ones."""
+def _private_images(data: Images, side: torch.Size) -> Tensor:
+    """Return all private images in the size of the synthetic ones."""
     every = torch.arange(len(data), device=data.device)
-    side = images.shape[-2:]
-    private = torch.cat(
+    return torch.cat(
         [F.interpolate(data.batch(part), side, mode="area") for part in torch.split(every, 500)]
     )
-    return find_nearest(images, private)
+
+
+def _similarity(private: Tensor, images: Tensor, offered: Tensor, spec: Spec) -> dict[str, float]:
+    """Return the mean PSNR of offered and of other private images with their best match."""
+    decibels = psnr_of_best_match(denormalise(private, spec), denormalise(images.float(), spec))
+    is_offered = torch.zeros(len(private), dtype=torch.bool, device=private.device)
+    is_offered[offered] = True
+    return {
+        "psnr": float(decibels[is_offered].mean()),
+        "psnr_not_offered": float(decibels[~is_offered].mean()),
+    }
 
 
 def _by_features(model: Classifier, data: Images, images: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ def find_predictions(
     """Find a client's predictions on public images.
 
     They are the first float matrix (N, classes) in an answer whose method received a vector of N
-    integers, the indices.
+    integers (int64), which are taken for indices of public images.
 
     Args:
         answers: The client's answers by method.
-        sent: The arguments of each method.
+        sent: The arguments that the server sent to each method.
         classes: The number of classes.
 
     Returns:
@@ -71,8 +71,8 @@ def extract_model(
     Args:
         like: A network of the client's architecture; its weights are not used.
         public: The public images.
-        places: Indices of the images that have predictions.
-        predictions: Probabilities or logits for each of them.
+        places: Indices of the public images that have predictions.
+        predictions: A row of probabilities or logits for each of them.
     """
     network = copy.deepcopy(like).requires_grad_(True)
     for part in network.modules():

@@ -160,7 +160,7 @@ class _Attacker:
         self.means = self.mechanism is not None and self.mechanism.second_key is not None
 
     def clip(self, rows: Tensor) -> Tensor:
-        """Clip rows as the client does, if its mechanism clips single rows."""
+        """Return rows clipped as the client does; unchanged if it does not clip single rows."""
         mechanism = self.mechanism
         if not isinstance(mechanism, Additive):
             return rows
@@ -170,15 +170,15 @@ class _Attacker:
     def match_rows(
         self, rows: Tensor, labels: Tensor | None, chosen: Tensor, own: Tensor
     ) -> Tensor:
-        """Return the uploaded row of each chosen image.
+        """Return the uploaded row of each chosen image, flattened (chosen, numbers).
 
         If rows are means of classes, this is the row of the image's class, or the mean of all rows
         for a class without a row.
 
         Args:
             rows: The uploaded rows.
-            labels: The uploaded labels of the rows.
-            chosen: Indices of images among the rows.
+            labels: The uploaded labels of the rows; None if there are none.
+            chosen: For each image, the index of its row, unless rows are means of classes.
             own: The true labels of the chosen images.
         """
         rows = rows.flatten(1)
@@ -193,11 +193,13 @@ class _Attacker:
         return candidates[row_of_class[own]]
 
     def rows_for(self, images: Images, stream: int) -> Tensor:
-        """Return the rows that this client would have uploaded for other images.
+        """Return the protected rows that this client would have uploaded for other images.
+
+        They are flattened, one per image, see `match_rows`.
 
         Args:
             images: The images.
-            stream: The seed of the noise.
+            stream: The seed of the mechanism's noise.
         """
         everything = torch.arange(len(images))
         rows = embed_all_views(self.network, images, everything, parts_of_views(self.views))
@@ -216,6 +218,12 @@ class _Attacker:
         """Reconstruct images with a network trained on the attacker's images.
 
         The reconstructions come from the epoch with the smallest error on held-out images.
+
+        Args:
+            rows: The uploaded row of each image, flattened.
+
+        Returns:
+            Images of the spec's shape, with pixels between 0 and 1.
         """
         held = len(self.public) // 5
         copies = max(1, COPIES // len(self.public))
@@ -284,8 +292,11 @@ class _Attacker:
         """Refine images by gradient descent on their embeddings' distance to rows.
 
         Args:
-            start: The first reconstructions.
-            rows: The uploaded rows, to which embeddings are compared after clipping.
+            start: The first reconstructions, with pixels between 0 and 1.
+            rows: The uploaded rows, flattened, to which clipped embeddings are compared.
+
+        Returns:
+            The refined images, with pixels between 0 and 1.
         """
         mean, deviation = channel_statistics(self.spec, start.device)
         parts = parts_of_views(self.views)
@@ -323,12 +334,12 @@ def _guesses(real: Tensor, labels: Tensor, public: Images) -> dict[str, Tensor]:
 
 
 def _nearest(wanted: Tensor, have: Tensor) -> Tensor:
-    """Return for each wanted image the nearest of `have`, by distance of pixels."""
+    """Return for each wanted image the nearest of `have`, by the Euclidean distance of pixels."""
     return have[torch.cdist(wanted.flatten(1), have.flatten(1)).argmin(1)]
 
 
 def denormalise(images: Tensor, spec: Spec) -> Tensor:
-    """Undo the normalisation of images; pixels are then clamped to 0..1."""
+    """Return normalised images with pixels between 0 and 1; values beyond are clamped."""
     mean, deviation = channel_statistics(spec, images.device)
     return (images * deviation + mean).clamp(0, 1)
 

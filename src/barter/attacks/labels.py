@@ -30,6 +30,11 @@ def label_attacks(
         experiment: The attacked run.
         uploads: What each client uploaded.
         public: The attacker's images.
+
+    Returns:
+        One result for each way to infer them, with the share of correct labels (`right`) where
+        labels belong to single images, and the L1 error of class frequencies (`distance`); a note
+        if there is no way. The last is the guess that all classes are equally frequent.
     """
     clients = {k: client for k, client in clients_of(experiment).items() if k in uploads}
     found: dict[str, dict[int, dict[str, float]]] = {}
@@ -54,7 +59,7 @@ def label_attacks(
 def _readings(
     experiment: Experiment, client: Client, upload: Upload, public: Images
 ) -> dict[str, dict[str, float]]:
-    """Return the measures of each way to infer labels from a client's upload."""
+    """Return, by name of the attack, the measures of each way to infer labels from an upload."""
     true = client.data.class_counts()
     found: dict[str, dict[str, float]] = {}
 
@@ -95,7 +100,8 @@ def _counts_in_answers(
 ) -> list[tuple[str, Tensor]]:
     """Find class counts in answers: in counts per class and in lists of class indices.
 
-    Parts that the algorithm declares to tell nothing are skipped.
+    Of a part that is a dictionary, its "counts" and "classes" are read. Parts that the algorithm
+    declares to tell nothing are skipped.
 
     Args:
         experiment: The experiment.
@@ -114,10 +120,18 @@ def _counts_in_answers(
                 continue
             key = part.partition(".")[2]
             for value in take_part(answers[method], key):
-                counts = _class_counts(value, key, classes)
-                if counts is not None:
-                    found.append((part, counts))
+                for name, leaf in _class_fields(value, key):
+                    counts = _class_counts(leaf, name, classes)
+                    if counts is not None:
+                        found.append((part, counts))
     return found
+
+
+def _class_fields(value: Payload, key: str) -> list[tuple[str, Payload]]:
+    """Return a part under its key, or the "counts" and "classes" of a part that is a dictionary."""
+    if not isinstance(value, Mapping):
+        return [(key, value)]
+    return [(name, value[name]) for name in ("counts", "classes") if name in value]
 
 
 def _class_counts(value: Payload, key: str, classes: int) -> Tensor | None:
@@ -138,8 +152,9 @@ def _class_counts(value: Payload, key: str, classes: int) -> Tensor | None:
 def estimate_prior(network: Classifier, public: Images) -> Tensor:
     """Estimate a network's class prior, up to a factor.
 
-    This is the sum of the predicted probabilities of each class over public images, relative to how
-    often the class occurs among them.
+    This is the sum of the predicted probabilities of each class over public images, divided by the
+    number of public images of the class (by 1 if there are none). The network is put into
+    evaluation mode.
     """
     logits = predict(network.eval(), public.batch, torch.arange(len(public)))
     return logits.softmax(1).sum(0) / public.class_counts().clamp(min=1)

@@ -12,6 +12,7 @@ __all__ = [
     "auc_with_error",
     "is_nearest_original",
     "psnr",
+    "psnr_of_best_match",
     "share_error",
     "ssim",
     "true_positive_rate",
@@ -29,10 +30,25 @@ def psnr(real: Tensor, made: Tensor) -> Tensor:
     return -10 * error.clamp(min=1e-10).log10()
 
 
-def ssim(real: Tensor, made: Tensor) -> Tensor:
-    """Return each image's structural similarity (Wang et al. 2004); 1 is equal.
+def psnr_of_best_match(real: Tensor, made: Tensor) -> Tensor:
+    """Return each real image's largest PSNR in dB with any of the made ones (real,).
 
-    Windows are squares whose pixels have equal weights.
+    Pixels are in 0..1; the numbers of images may differ.
+    """
+    rows = made.flatten(1)
+    nearest = [torch.cdist(part, rows).argmin(1) for part in torch.split(real.flatten(1), 500)]
+    return psnr(real, made[torch.cat(nearest)])
+
+
+def ssim(real: Tensor, made: Tensor) -> Tensor:
+    """Return the structural similarity of each pair of images (Wang et al. 2004); 1 is equal.
+
+    It is averaged over channels and windows, squares of 7 pixels a side (or of the image's shorter
+    side if that is less) whose pixels have equal weights.
+
+    Args:
+        real: Images (N, C, H, W) with pixels in 0..1.
+        made: The images to compare them with, in the same order.
     """
     real = real.double()
     made = made.double()
@@ -53,7 +69,9 @@ def ssim(real: Tensor, made: Tensor) -> Tensor:
 
 
 def is_nearest_original(every: Tensor, places: Tensor, made: Tensor) -> Tensor:
-    """Return whether each reconstruction's nearest private image is its original.
+    """Return for each reconstruction whether the nearest private image is its original.
+
+    The distance is the Euclidean distance of pixels.
 
     Args:
         every: All private images of a client.
@@ -69,6 +87,10 @@ def auc_with_error(members: Tensor, others: Tensor) -> tuple[float, float]:
 
     The area is the probability that a member's score is above that of a non-member; ties count
     half. The error is that of Hanley and McNeil (1982).
+
+    Args:
+        members: Scores of members, at least one.
+        others: Scores of non-members, at least one.
     """
     from scipy.stats import rankdata  # Loading takes a second, and most commands attack nothing.
 
@@ -83,7 +105,13 @@ def auc_with_error(members: Tensor, others: Tensor) -> tuple[float, float]:
 
 
 def true_positive_rate(members: Tensor, others: Tensor, rate: float) -> float:
-    """Return the true positive rate at a false positive rate of at most `rate`."""
+    """Return the true positive rate at a false positive rate of at most `rate`.
+
+    Args:
+        members: Scores of members; a score above the threshold is taken for a member.
+        others: Scores of non-members, by which the lowest threshold is chosen that keeps the rate.
+        rate: The largest false positive rate, a fraction of 1.
+    """
     allowed = math.floor(rate * len(others) + 1e-9)
     if allowed >= len(others):
         return float((members.double() > -math.inf).double().mean())
@@ -95,8 +123,8 @@ def share_error(inferred: Tensor, true: Tensor) -> float:
     """Return the L1 distance of two class distributions, from 0 (equal) to 2.
 
     Args:
-        inferred: The inferred class counts.
-        true: The true class counts.
+        inferred: The inferred counts or weights of the classes, which are divided by their sum.
+        true: The true class counts, likewise.
     """
     inferred_share, true_share = (
         counts.double() / counts.double().sum().clamp(min=1e-12) for counts in (inferred, true)

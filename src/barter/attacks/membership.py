@@ -42,7 +42,8 @@ class ImagePool:
 def make_pool(own: Images, others: Images, seed: int) -> ImagePool:
     """Join a client's images with equally many others of each class.
 
-    If a class has fewer others, only that number of the client's images is classified.
+    The pool has all images of the client. If a class has fewer others, a random choice of as many
+    of the client's images are candidates, which the attack classifies.
 
     Args:
         own: The client's images.
@@ -66,10 +67,10 @@ def make_pool(own: Images, others: Images, seed: int) -> ImagePool:
 
 
 def shadow_indices(count: int, shadows: int, seed: int) -> list[Tensor]:
-    """Return the indices of the images of each shadow run.
+    """Return the sorted indices of the images that each shadow run trains on.
 
-    Two successive runs have the two halves of a random split, so that each image is in half of the
-    runs.
+    Runs 2i and 2i + 1 have the two halves of a random split, so that each image is in half of the
+    runs if their number is even.
 
     Args:
         count: The number of images.
@@ -97,11 +98,11 @@ def membership_attacks(
     nearest of them. Without any, there is a single result with a note.
 
     Args:
-        experiment: The attacked run.
+        experiment: The attacked run, after the round of the uploads.
         uploads: What each client uploaded.
         public: The attacker's images, which calibrate its scores.
         others: Images of no client, to be distinguished from members.
-        shadows: The number of shadow runs.
+        shadows: The number of shadow runs; 0 leaves out RMIA.
         monitor: Shows progress.
     """
     clients = {k: client for k, client in clients_of(experiment).items() if k in uploads}
@@ -149,22 +150,25 @@ def membership_attacks(
 
 
 def label_likelihood(network: Classifier, images: Images) -> Tensor:
-    """Return the log-likelihood of each image's label under a network."""
+    """Return the log-probability that a network gives to each image's label (images,).
+
+    Images are not augmented, and the network is put into evaluation mode.
+    """
     logits = predict(network.eval(), images.batch, torch.arange(len(images)))
     return logits.double().log_softmax(1).gather(1, images.labels[:, None])[:, 0]
 
 
 def rmia_scores(own: Tensor, shadows: Tensor, own_public: Tensor, shadows_public: Tensor) -> Tensor:
-    """Return the RMIA score of each image.
+    """Return the RMIA score of each image, from 0 to 1; members have higher ones.
 
-    This is the fraction of public images whose likelihood ratio between the attacked and the mean
-    of the shadow networks is not larger.
+    It is the fraction of public images whose ratio of likelihoods, that under the attacked network
+    to the mean under the shadow networks, does not exceed the image's.
 
     Args:
         own: Log-likelihoods of the images under the attacked network.
-        shadows: The same under shadow networks, one row each.
+        shadows: The same under shadow networks (networks, images).
         own_public: Log-likelihoods of public images under the attacked network.
-        shadows_public: The same under the shadow networks.
+        shadows_public: The same under the shadow networks (networks, public images).
     """
     # The number of shadow networks cancels, as it is the same on both sides.
     public_ratios = (own_public - shadows_public.logsumexp(0)).sort().values
@@ -275,6 +279,8 @@ def _summarise_scores(attack: str, scores: Mapping[int, tuple[Tensor, ImagePool]
     others = torch.cat([other for _, other in pairs.values()])
     clients = {k: _values(*pair) for k, pair in pairs.items() if all(map(len, pair))}
     note = f"{len(members)} members and {len(others)} others"
+    if not len(members) or not len(others):
+        return Result("membership", attack, note=f"{note}: nothing to tell apart")
     if len(others) * RATES[-1] < 1:
         note += "; too few for a false positive rate of 0.1 %"
     return Result("membership", attack, _values(members, others), clients, note)

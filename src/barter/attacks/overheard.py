@@ -76,7 +76,7 @@ class Upload:
 
 
 def clients_of(experiment: Experiment) -> dict[int, Client]:
-    """Return all clients of a run in this process, by id."""
+    """Return all clients by id, of a run whose clients are in this process."""
     assert isinstance(experiment.engine, LocalEngine)
     return dict(experiment.engine.clients)
 
@@ -91,7 +91,8 @@ def guard_of(experiment: Experiment) -> Guard:
 def collect_uploads(experiment: Experiment) -> dict[int, Upload]:
     """Run one more round and return what each client uploaded in it.
 
-    Clients that uploaded nothing are left out. The run's wire records from now on.
+    The experiment is then one round further, and its wire is replaced by one that records. Clients
+    that uploaded nothing are left out.
     """
     wire = RecordingWire(experiment.algorithm.may_be_infinite, experiment.engine.wire.codec)
     experiment.engine.wire = wire
@@ -164,11 +165,17 @@ def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
 
 
 def _find_images(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
-    """Return all images (bytes) in the answers, normalised; None without any."""
+    """Return all byte images in the answers as one batch of network input; None without any.
+
+    Every uint8 tensor (images, channels, height, width) with the spec's channels counts as images,
+    which are normalised and resized to the spec's size.
+    """
     tensors = [leaf for _, leaf in leaves(answers) if isinstance(leaf, Tensor)]
     images = [x for x in tensors if x.dtype == torch.uint8 and x.ndim == 4]
     found = [x for x in images if x.shape[1] == spec.channels and len(x)]
-    return prepare_batch(torch.cat(found), spec, Augment()) if found else None
+    if not found:
+        return None
+    return torch.cat([prepare_batch(x, spec, Augment()) for x in found])
 
 
 def _states(tree: Payload, like: State) -> Iterator[State]:
@@ -206,13 +213,13 @@ def _part(
 
 
 def split_test(experiment: Experiment) -> tuple[Images, Images]:
-    """Split the test images at random into two halves.
+    """Split the global test images at random into two halves, the same for the same seed.
 
     Returns:
-        Images that the attacker owns, and images of no client, for membership inference.
+        Images that the attacker owns, then images of no client, for membership inference.
 
     Raises:
-        ConfigError: If there are too few test images.
+        ConfigError: If there are fewer than `MIN_TEST_IMAGES` test images.
     """
     every = experiment.task.global_test
     if len(every) < MIN_TEST_IMAGES:

@@ -16,12 +16,14 @@ QUESTIONS = {
     "inversion": "Reconstructed images: PSNR in decibels and SSIM (higher is nearer), and how often "
     "the client's nearest image is the original",
     "copies": "Copies: how often the private image nearest to a synthetic one is among those that "
-    "were offered, with its 95 % interval; by chance it is as often as images were offered",
+    "were offered, with its 95 % interval; by chance it is as often as images were offered. PSNR of "
+    "private images with the synthetic image most like them, for offered images and for others",
     "membership": "Membership inference: training images of clients against images of no client",
     "labels": "Label inference: correct labels, and the L1 error of class frequencies (0 to 2)",
 }
 VALUE_FORMATS = {
     "psnr": "{:.1f}",
+    "psnr_not_offered": "{:.1f}",
     "best_psnr": "{:.1f}",
     "ssim": "{:.2f}",
     "found": "{:.1%}",
@@ -58,7 +60,9 @@ def mean_result(
     *,
     guess: bool = False,
 ) -> Result:
-    """Return the mean of an attack's values over clients.
+    """Return an attack's result: its values by client, and their mean over clients.
+
+    Clients have equal weights; the mean of a value is over the clients that have it.
 
     Args:
         question: What the attack infers, a key of `QUESTIONS`.
@@ -75,10 +79,10 @@ def mean_result(
 
 
 def results_to_json(about: Mapping[str, object], results: Sequence[Result]) -> str:
-    """Return results as JSON.
+    """Return results as JSON: an object with the keys of `about`, and a list `results`.
 
     Args:
-        about: Facts on the attacked run.
+        about: Facts on the attacked run, by name.
         results: The results.
     """
     tree = {**about, "results": [asdict(result) for result in results]}
@@ -86,7 +90,10 @@ def results_to_json(about: Mapping[str, object], results: Sequence[Result]) -> s
 
 
 def result_tables(results: Sequence[Result]) -> Iterator[Table | str]:
-    """Yield a title, a table and notes for each question that attacks answer."""
+    """Yield for each of `QUESTIONS` a title, a table, notes and an empty line.
+
+    Without values there is no table. A question without results has its title too.
+    """
     for question, title in QUESTIONS.items():
         rows = [result for result in results if result.question == question]
         keys = list(dict.fromkeys(key for row in rows for key in row.values))

@@ -628,7 +628,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments; None for those of this process.
 
     Returns:
-        0 on success, 2 for a usage or configuration error, 1 for any other error.
+        0 on success, 2 for an error of usage, configuration or checkpoint, 1 for other errors of
+        barter, of the disk or of memory, and for an interrupt. Other exceptions are raised.
     """
     with _recorded_interrupts() as interrupts:
         try:

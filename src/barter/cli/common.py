@@ -112,12 +112,15 @@ EXTRAS = {
 
 
 def import_optional(module: str) -> Any:
-    """Import a module of barter that needs an extra, or Ray.
+    """Import and return a module of barter that needs an extra, or Ray.
 
-    Flower's simulation needs Ray.
+    Args:
+        module: Its name below `barter`, such as "flower.deploy", or "ray", which Flower's
+            simulation needs.
 
     Raises:
         ConfigError: The extra is not installed; the message has the command that installs it.
+        ModuleNotFoundError: A module is missing that belongs to no extra.
     """
     try:
         return importlib.import_module(module if module == "ray" else f"barter.{module}")

@@ -23,7 +23,7 @@ BYTES_PER_VALUE = {"half": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5, "uint
 
 
 def print_algorithm(name: str) -> None:
-    """Run `barter show algorithm`."""
+    """Run `barter show algorithm`: print the citation, messages, fields and presets."""
     kind = find_algorithm(name)
     console = make_console(wide=True)
     console.print(kind.citation())
@@ -37,12 +37,22 @@ def print_algorithm(name: str) -> None:
 
 
 def print_config(config: Path | None, algorithm: str | None, settings: SettingTexts) -> None:
-    """Run `barter show config`."""
+    """Run `barter show config`: write the full configuration as TOML to standard output.
+
+    Raises:
+        ConfigError: The file cannot be read, or a value is malformed, unknown or out of range.
+    """
     sys.stdout.write(to_toml(resolve(requested_values(config, algorithm, settings))))
 
 
 def print_wire(config: Path | None, algorithm: str | None, settings: SettingTexts) -> None:
-    """Run `barter show wire`."""
+    """Run `barter show wire`: print the encoding of each exchanged field, and its largest size.
+
+    The run's data and networks are loaded for that. Sizes are those of client 0's answers.
+
+    Raises:
+        ConfigError: The file cannot be read, or a value is malformed, unknown or out of range.
+    """
     resolved = resolve(requested_values(config, algorithm, settings))
     # Here, because it loads torchvision, which the other descriptions do not need.
     from barter.setup.assembly import assemble

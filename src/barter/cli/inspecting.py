@@ -53,7 +53,7 @@ __all__ = [
 
 
 def write_report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
-    """Run `barter report`.
+    """Run `barter report`: write the HTML page of a run or of a comparison.
 
     With `live`, the page is written again after every round until the run has ended.
 
@@ -112,7 +112,7 @@ def print_privacy(run: Path | None, ledger: Path | None = None) -> None:
 
 
 def attack_run(run: Path, shadows: int, *, canary: bool, tries: int, images: int) -> None:
-    """Run `barter attack`, on the CPU.
+    """Run `barter attack`: attack a run as a curious server, on the CPU, and print the results.
 
     Args:
         run: The folder of a run; with `canary` also a configuration file.
@@ -165,7 +165,14 @@ def evaluate_run(run: Path, source: str, client: int | None, round: str) -> None
 
 
 def export_from_run(run: Path, to: Path, client: int | None, round: str) -> None:
-    """Run `barter export`."""
+    """Run `barter export`: write one network of a run to a file, and print which.
+
+    Args:
+        run: The run's folder.
+        to: The file, whose ending determines the format.
+        client: The client whose network is exported; None for the server's model.
+        round: The value of --round.
+    """
     model = load(require_run(run), client, round=parse_round(round))
     write_network(model, to)
     make_console().print(
@@ -197,7 +204,19 @@ def print_partition(
     title: str | None,
     save: Path | None,
 ) -> None:
-    """Run `barter show partition`."""
+    """Run `barter show partition`: print numbers of samples by client, and draw a chart.
+
+    Args:
+        name: The partition, or a configuration file (.toml); None for the configured partition.
+        config: The configuration file; None for the defaults.
+        settings: The values of --set.
+        out: The chart's file.
+        title: The chart's title; None for a description, "none" for no title.
+        save: The folder to which the split is written too; None for none.
+
+    Raises:
+        ConfigError: Two configurations are given, or a value is invalid.
+    """
     if name is not None and Path(name).suffix == ".toml":
         if config is not None:
             raise ConfigError(f"{name} and --config {config}: give one configuration")
@@ -232,6 +251,12 @@ def print_partition(
 
 
 def save_sheets(run: Path, out: Path | None, columns: int) -> None:
-    """Run `barter show images`."""
+    """Run `barter show images`: save a sheet of images for each round, and print its file.
+
+    Args:
+        run: The run's folder.
+        out: The folder for the sheets; None for images/ in the run's folder.
+        columns: The largest number of images of each client.
+    """
     for path in sheets(require_run(run), out or run / "images", columns):
         make_console().print(f"picture: {path}")

@@ -28,7 +28,11 @@ POLL = 0.05  # polling interval in seconds, for runs that may have ended
 
 
 def serve_jobs() -> None:
-    """Fork a process for every requested run, until standard input is closed."""
+    """Fork a process for every requested run, until standard input is closed.
+
+    Requests come from standard input, answers go to standard output, as lines of JSON (see the
+    module). At the end, runs that have not ended are terminated.
+    """
     answers = os.dup(1)  # Runs redirect their standard output to their logs.
     os.set_inheritable(answers, False)
     running: dict[int, int] = {}  # process id -> the run's id

@@ -63,9 +63,10 @@ RoundOf = Annotated[
 
 
 def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return a parser of whole numbers within bounds, with a one-line error message.
+    """Return a parser of whole numbers from `least` to `most`, both included.
 
-    The messages of typer's own parsers differ from version to version.
+    It raises typer.BadParameter with a one-line message: those of typer's own parsers differ from
+    version to version.
     """
     bounds = f"of at least {least}" if math.isinf(most) else f"between {least} and {most}"
 
@@ -82,7 +83,11 @@ def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
 
 
 def real_number(text: str) -> float:
-    """Parse a number; raise if the text is none, or NaN."""
+    """Parse a number, which may be infinite.
+
+    Raises:
+        typer.BadParameter: The text is no number, or NaN.
+    """
     try:
         number = float(text)
     except ValueError:

@@ -14,7 +14,10 @@ __all__ = ["format_accuracy", "print_recipes"]
 
 
 def format_accuracy(spread: SeedSpread) -> str:
-    """Return mean, standard deviation and number of seeds as text, in percent."""
+    """Return an accuracy over seeds as text in percent, such as "48.8 ± 0.3 (3 seeds)".
+
+    A single seed has no deviation.
+    """
     deviation = "" if spread.deviation is None else f" ± {100 * spread.deviation:.1f}"
     seeds = len(spread.values)
     return f"{100 * spread.mean:.1f}{deviation} ({seeds} {'seed' if seeds == 1 else 'seeds'})"

@@ -45,10 +45,23 @@ def reproduce_recipe(
     *,
     download: bool,
 ) -> None:
-    """Run `barter reproduce NAME`.
+    """Run `barter reproduce NAME`: run a recipe, store its results and print the comparison.
+
+    Finished runs in the folder are not run again. Results go to `RESULTS_FILE` in it.
+
+    Args:
+        name: The recipe.
+        seeds: Seeds such as 0-2; None for those of the recipe.
+        rounds: The number of rounds; None for that of the recipe.
+        device: The device; None for that of the recipe.
+        data: The file of the data set; None for the default one.
+        out: The folder of the runs; None for runs/reproduce-NAME.
+        jobs: The number of runs at the same time.
+        download: Fetch the data set with torchvision instead.
 
     Raises:
         BarterError: A run failed; the others are kept, and the same command continues.
+        Interrupted: The user pressed Ctrl-C.
     """
     recipe = find_recipe(name)
     data_settings = recipe.data_setting(data, download=download)

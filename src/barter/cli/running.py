@@ -109,10 +109,10 @@ def resume_run(
     *,
     tensorboard: bool,
 ) -> None:
-    """Run `barter resume`.
+    """Run `barter resume`: continue a run after its last round, or after an earlier one.
 
-    A run that stopped early is only reported, unless --rounds, an earlier --round or a larger
-    --patience is given.
+    None for an option keeps the run's value. A run that stopped early is only reported, unless
+    --rounds, an earlier --round or a larger --patience is given.
 
     Raises:
         CheckpointError: It is no run, never began, or its checkpoint does not fit.
@@ -435,7 +435,19 @@ def init_deployment(
     algorithm: str | None,
     settings: SettingTexts,
 ) -> None:
-    """Run `barter flower init`."""
+    """Run `barter flower init`: write the deployment folder of a new federation.
+
+    If the configuration names a data source, each site gets a share of it. Otherwise each has its
+    own data, with a placeholder in its site.toml.
+
+    Args:
+        folder: The deployment folder.
+        sites: The sites' names, separated by commas; they determine the number of clients.
+        address: The coordinator's address, HOST:PORT, as the sites reach it.
+        config: The configuration file; None for the defaults.
+        algorithm: The value of --algorithm.
+        settings: The values of --set.
+    """
     tree = requested_values(config, algorithm, settings)
     names = [name.strip() for name in sites.split(",")]
     # Either all sites take their shares of one source, or each has images of its own.
@@ -454,7 +466,16 @@ def init_deployment(
 
 
 def start_deployment(folder: Path, host: str, *, insecure: bool) -> None:
-    """Run `barter flower start`."""
+    """Run `barter flower start`: coordinate a deployment until its run has ended.
+
+    Args:
+        folder: The deployment folder.
+        host: The host or address on which to listen for sites.
+        insecure: Whether sites connect without TLS and keys.
+
+    Raises:
+        Interrupted: The user pressed Ctrl-C; the same command continues.
+    """
     config = resolve(read_toml(folder / "run.toml"))
     watcher = Watcher(make_console(), config.rounds)
     try:
@@ -465,7 +486,13 @@ def start_deployment(folder: Path, host: str, *, insecure: bool) -> None:
 
 
 def start_site(file: Path, worker: Path | None) -> None:
-    """Run `barter site`; with `worker`, be the process that holds its client."""
+    """Run `barter site` until this process is terminated.
+
+    Args:
+        file: The site's site.toml.
+        worker: The unix socket at which to serve as the site's worker, the process that holds its
+            client; None to supervise worker and node.
+    """
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     supervise = import_optional("flower.supervise")
     supervise.run_site(file) if worker is None else supervise.run_worker(file, worker)

@@ -26,7 +26,7 @@ from barter.core.record import Round
 from barter.core.variant import PAPER_PRESET, differences_from_paper
 from barter.data.task import with_absolute_paths
 from barter.runs.folder import count_rounds, has_ended, has_stopped_early, read_records
-from barter.runs.picture import draw_curves
+from barter.runs.picture import Curve, draw_curves
 from barter.runs.progress import format_duration
 from barter.runs.summary import (
     ALWAYS,
@@ -123,9 +123,10 @@ class Comparison:
 
     @classmethod
     def plan(cls, folder: Path, request: ComparisonSpec) -> tuple[Comparison, list[RunJob]]:
-        """Plan a comparison in a folder; return it and the requested runs.
+        """Plan a comparison in a folder; return it and the requested runs, finished or not.
 
-        An existing comparison in the folder is continued; new variants and seeds are added.
+        The plan is written to the folder; nothing is run. An existing comparison in the folder is
+        continued; new variants and seeds are added.
 
         Raises:
             ConfigError: The request is empty, or its question has no answer.
@@ -222,7 +223,11 @@ class Comparison:
         replace_text(self.folder / PLAN, tomli_w.dumps(plan))
 
     def run(self, name: str, seed: int) -> Path:
-        """Return the folder of a run."""
+        """Return the folder of the run of a variant with a seed, which need not exist yet.
+
+        Raises:
+            KeyError: There is no such variant.
+        """
         return self.folder / self.variants[name] / f"seed-{seed}"
 
     def check(self) -> None:
@@ -251,9 +256,10 @@ class Comparison:
             raise ConfigError(f"target={target}: must be a finite number")
 
     def results(self) -> tuple[Results, list[str]]:
-        """Return all finished runs, and the names of the others.
+        """Return the rounds of all finished runs, and the names of the planned others.
 
-        A run is finished with all rounds, or if it stopped early. Further rounds are left out.
+        A run is finished with all rounds, or if it stopped early. Rounds beyond the comparison's
+        number are left out, and so are variants without a finished run.
         """
         results: dict[str, dict[int, Sequence[Round]]] = {}
         missing = []
@@ -309,7 +315,8 @@ class Comparison:
             is simulated, by time and by bytes.
 
         Raises:
-            CheckpointError: No run is finished yet.
+            CheckpointError: No run is finished yet, or a table cannot be written.
+            ConfigError: No run reports the metric, or a figure cannot be written.
         """
         results, missing = self.results()
         if not results:
@@ -327,7 +334,7 @@ class Comparison:
             paths.append(self.folder / name)
             replace_text(paths[-1], text)
         metric = compared.question.metric
-        curves = metric_curves(results, metric)
+        curves = _as_drawn(metric_curves(results, metric), metric)
         label = curve_label(results, metric)
         for ending in ("svg", "pdf", "png"):
             paths.append(self.folder / f"curves.{ending}")
@@ -345,7 +352,8 @@ def cost_positions(results: Results) -> dict[str, tuple[dict[str, dict[int, floa
     """Return where each round is along axes of simulated time and of bytes.
 
     Returns:
-        "time" and "bytes" -> method -> round -> position, and the label of the axis.
+        "time" and "bytes" -> (positions, label of the axis). Positions are method -> round -> mean
+        over seeds of the hours, or gigabytes of all clients both ways, until the round's end.
     """
     hours = {
         name: {t: s / 3600 for t, s in mean_positions(runs, cumulative_seconds).items()}
@@ -358,6 +366,20 @@ def cost_positions(results: Results) -> dict[str, tuple[dict[str, dict[int, floa
     return {
         "time": (hours, "simulated time (hours)"),
         "bytes": (gigabytes, "bytes of all clients, both ways (GB)"),
+    }
+
+
+def _as_drawn(
+    curves: Mapping[str, Mapping[int, Curve]], metric: str
+) -> dict[str, dict[int, Curve]]:
+    """Return curves in the unit of `curve_label`: percent for shares, otherwise unchanged."""
+    factor = 100 if is_share(metric) else 1
+    return {
+        name: {
+            seed: [(at, None if value is None else factor * value) for at, value in curve]
+            for seed, curve in seeds.items()
+        }
+        for name, seeds in curves.items()
     }
 
 
@@ -386,12 +408,12 @@ def run_all(
 ) -> list[RunJob]:
     """Run all unfinished jobs, each in its own process; return those that failed.
 
-    Interrupted runs resume after their last round. An interrupt stops all runs; the same call
-    continues them later.
+    Interrupted runs resume after their last round. Ctrl-C, SIGTERM and SIGHUP stop all runs and
+    raise KeyboardInterrupt; the same call continues them later.
 
     Args:
         jobs: The runs.
-        parallel: The largest number of runs at once; each gets that share of the cores.
+        parallel: The largest number of runs at once; each gets 1 / `parallel` of the cores.
         view: Called regularly with the progress.
         show_line: Called with a line for each run that ends.
     """

@@ -71,7 +71,11 @@ class Launcher:
     _unread: bytes = b""
 
     def start(self, arguments: Sequence[str], log: Path) -> Launched:
-        """Start `barter ARGUMENTS` with its output appended to the log."""
+        """Start `barter ARGUMENTS` with its output appended to the log; return when it has a pid.
+
+        Raises:
+            BarterError: The job server ended before the run had started.
+        """
         server = self._running_server()
         number = len(self._launched) + 1
         run = Launched(self)
@@ -105,7 +109,10 @@ class Launcher:
         return self._server
 
     def receive_statuses(self, seconds: float) -> None:
-        """Receive process ids and exit statuses from the server; wait at most this long."""
+        """Receive process ids and exit statuses of runs; wait for some at most this long.
+
+        If the job server has ended, its runs are terminated, with the status `LOST_STATUS`.
+        """
         server = self._server
         if server is None:
             return

@@ -37,10 +37,11 @@ def parse_seeds(text: str) -> list[int]:
 def parse_variants(text: str) -> dict[str, list[str]]:
     """Parse variants such as local,dffke:preset=paper into names with settings.
 
-    A field without a table belongs to the method.
+    A key without a dot is a field of the method: preset=paper becomes algorithm.preset=paper.
 
     Returns:
-        Name of the variant -> settings `key=value`.
+        Name of the variant, such as "dffke, preset=paper" -> settings `key=value`, of which the
+        first is algorithm.name. Empty for an empty text.
 
     Raises:
         ConfigError: A variant occurs twice.
@@ -70,7 +71,11 @@ def combine_sweeps(
         sweeps: Texts such as algorithm.tau=0.8,0.9.
 
     Returns:
-        Name with the chosen values -> settings.
+        Name with the chosen values, such as "dffke, tau=0.8" -> settings, the chosen ones last.
+        Without sweeps, the variants.
+
+    Raises:
+        ConfigError: A sweep is malformed.
     """
     choices = []
     for sweep in sweeps:
@@ -111,10 +116,12 @@ class ComparisonSpec:
     ) -> ComparisonSpec:
         """Combine a file's values with those of the command line, which take precedence.
 
+        Only a variant's own settings and its values of sweeps win over --set.
+
         Args:
             tree: The plain values of a configuration file.
             methods: The value of --algorithms.
-            seeds: The value of --seeds.
+            seeds: The value of --seeds; None for the seeds or the seed of the file, or else 0-2.
             settings: The values of --set.
             sweeps: The values of --vary.
             asked: Baseline, metric and target of the command line, or None for each.
@@ -174,7 +181,7 @@ class ComparisonSpec:
         return cls(variants, parse_seeds(chosen), base, list(settings), question)
 
     def configurations(self) -> dict[str, Config]:
-        """Return the configuration of each variant.
+        """Return the configuration of each variant; `seeds` are not in it.
 
         Raises:
             ConfigError: A setting is malformed, its key unknown or its value out of range; the

@@ -31,6 +31,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def apply_activation(z: Tensor, act: Activation) -> Tensor:
-    """Apply an activation with torch's operations."""
+    """Apply an activation, a pair of its name and its slope, with torch's operations.
+
+    The slope counts for "leaky" only.
+    """
     name, slope = act
     return F.leaky_relu(z, slope) if name == "leaky" else FUNCTIONS[name](z)

@@ -19,7 +19,7 @@ Batch: TypeAlias = "Tensor | tuple[Batch, ...] | None"
 
 
 def flatten(batch: Sequence[Batch]) -> list[Tensor]:
-    """Return the tensors of a batch in their order.
+    """Return the tensors of a batch in their order, those of nested tuples too, without None.
 
     Raises:
         TypeError: If it holds anything but tensors, None and tuples of them.
@@ -52,11 +52,11 @@ def shape_key(batch: Sequence[Batch]) -> Hashable:
 
 
 def refill(batch: Sequence[Batch], tensors: Iterable[Tensor]) -> list[Batch]:
-    """Return a batch of the same structure with other tensors.
+    """Return a batch of the same structure with other tensors; the given batch is not changed.
 
     Args:
         batch: The batch whose structure is used.
-        tensors: The new tensors, in the order of `flatten`.
+        tensors: The new tensors, in the order of `flatten`; None stays None.
     """
     remaining = iter(tensors)
     return [_refill_item(item, remaining) for item in batch]

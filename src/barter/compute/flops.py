@@ -113,9 +113,14 @@ _active = threading.local()
 
 @contextmanager
 def count_flops() -> Iterator[FlopCount]:
-    """Count the operations of the block in this thread, and of its backward passes.
+    """Count the floating-point operations of the block, and of backward passes in it.
 
-    A surrounding count does not include those of an inner one. Results of the block do not change.
+    Matrix products, convolutions and attention of this thread count, two operations for each
+    multiplication and addition; element-wise work, normalisation and pooling do not. A surrounding
+    count does not include the operations of an inner one. Results of the block do not change.
+
+    Yields:
+        The count, whose `total` grows as the block runs.
 
     >>> import torch
     >>> from barter.compute.flops import count_flops
@@ -158,16 +163,21 @@ def set_aside() -> Iterator[FlopCount]:
 
 
 def add_flops(n: int) -> None:
-    """Add operations that PyTorch does not report, such as those of a replayed CUDA graph."""
+    """Add n operations to this thread's current count; without one do nothing.
+
+    It is for operations that PyTorch does not report, such as those of a replayed CUDA graph.
+    """
     mode: _Counter | None = getattr(_active, "mode", None)
     if mode is not None:
         mode.count.total += n
 
 
 def mark_padding(weight: Tensor, used: int, total: int) -> Tensor:
-    """Mark a convolution's weight of which `used` in `total` values are not padding.
+    """Mark a convolution's weight of which `used` in `total` values are not padding; return it.
 
-    A layer then counts the same, whether or not it is computed with a padded kernel.
+    Its operations then count used / total of their number, so that a layer counts the same, whether
+    or not it is computed with a padded kernel. The mark is an attribute of this tensor; copies do
+    not have it.
     """
     setattr(weight, PADDING, (used, total))
     return weight

@@ -32,7 +32,15 @@ class FusedNorm(nn.BatchNorm2d):
     arrived: Tensor | None = None  # counters of the kernels, zero between any two calls
 
     def forward(self, x: Tensor, added: Tensor | None = None, act: Activation = NONE) -> Tensor:
-        """Apply the normalisation, by the kernels where they support it, else by torch."""
+        """Return act(norm(x) + added), by the kernels where they support it, else by torch.
+
+        In training mode, running statistics are updated as by `nn.BatchNorm2d`.
+
+        Args:
+            x: Images (N, C, H, W).
+            added: Addend of the shape of x, such as a residual; None adds nothing.
+            act: Name and slope of the activation; none by default.
+        """
         launch = _launch() if self._fits(x, added, act) else None
         if launch is None:
             y = super().forward(x)
@@ -113,7 +121,10 @@ class _Stem(nn.Conv2d):
 
     @staticmethod
     def suits(conv: nn.Conv2d) -> bool:
-        """Return whether a convolution is a 7 x 7 stem, as in ResNets and GoogLeNet."""
+        """Return whether a convolution is a stem as in ResNets and GoogLeNet.
+
+        That is 7 x 7 with stride 2 and padding 3 on at most four channels, without groups.
+        """
         known = conv.kernel_size == (7, 7) and conv.stride == (2, 2) and conv.padding == (3, 3)
         plain = conv.dilation == (1, 1) and conv.groups == 1 and conv.padding_mode == "zeros"
         return known and plain and conv.in_channels <= 4
@@ -230,9 +241,11 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def fuse(module: M) -> M:
-    """Replace the classes of a module's layers by fused ones; return the module.
+    """Replace the classes of a module's layers by faster ones where there are any; return it.
 
-    The module is changed in place; its parameters stay the same.
+    The module is changed in place; its parameters stay the same objects. The fused kernels run for
+    inputs on the device that the module is on now; elsewhere, as on the CPU, the layers compute as
+    before.
     """
     device = next(
         (t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")

@@ -49,7 +49,7 @@ class Graphs:
         self.steps: dict[Hashable, Captured | Eager] = {}
 
     def eager(self, work: Callable[..., Any], batch: Sequence[Batch]) -> Any:
-        """Run a step without a graph."""
+        """Run a step without a graph and return its values; subclasses implement this."""
         raise NotImplementedError
 
     def tidy(self) -> None:
@@ -157,11 +157,13 @@ class Forward(Graphs):
 
     @classmethod
     def of(cls, work: Callable[..., Tensor]) -> Forward | None:
-        """Return the forward graphs of this work, or None if it must run eagerly.
+        """Return the current lane's graphs for this work, or None if it must run eagerly.
 
-        The work may hold modules that the lane keeps, and plain values. A graph would give
-        different results for modules in training mode, and for those that normalise by the batch,
-        since the last batch is padded; modules with hooks run eagerly too.
+        That is so without a lane, and if the work holds tensors, no module, a module that the lane
+        does not keep, or something that may change (`objection`). A graph would give different
+        results for modules in training mode, and for those that normalise by the batch, since the
+        last batch is padded; modules with hooks run eagerly too. Call `take` of the result with
+        the work and a batch.
         """
         lane = lanes.current_lane()
         if lane is None or objection(work):
@@ -179,7 +181,7 @@ class Forward(Graphs):
 
     @torch.no_grad()
     def eager(self, work: Callable[..., Tensor], batch: Sequence[Batch]) -> Tensor:
-        """Run the work without a graph."""
+        """Return work(*batch), without gradients and a graph, in the run's precision."""
         with precision.autocast(flatten(batch)[0].device):
             return work(*batch)
 
@@ -191,7 +193,7 @@ def _unfit(part: nn.Module) -> bool:
 
 
 def has_hooks(*layers: nn.Module) -> bool:
-    """Return whether any of these layers has hooks."""
+    """Return whether any of these layers has forward or backward hooks; submodules do not count."""
     kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
     return any(getattr(layer, kind) for layer in layers for kind in kinds)
 
@@ -318,7 +320,7 @@ def _flat(items: Sequence[Any]) -> Iterator[Any]:
 
 
 def modules_of(contents: Sequence[Any]) -> list[nn.Module]:
-    """Return the modules among some items."""
+    """Return the modules among some items, in order; a module may occur several times."""
     return [item for item in contents if isinstance(item, nn.Module)]
 
 

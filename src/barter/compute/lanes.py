@@ -69,9 +69,9 @@ class Track:
 
     @classmethod
     def for_lane(cls, lane: Lane, priority: int) -> Track:
-        """Return an idle track of this device and priority, or a new one.
+        """Return an idle track of the lane's device and this priority, or a new one.
 
-        It is idle again once the lane is deleted.
+        It is idle again once the lane is deleted. A priority of -1 goes before 0.
         """
         idle = cls.idle[lane.device, priority]
         track = idle.pop() if idle else cls(lane.device, priority)
@@ -141,9 +141,10 @@ class Lane:
         default.graphsafe_set_state(self.generator.graphsafe_get_state())
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Let other lanes run until the device has reached this event.
+        """Wait until the device has reached this event, and let other lanes run meanwhile.
 
-        Random states are those of before. Outside of `take_turns`, the thread just waits.
+        Random states are the same afterwards as before. Outside of `take_turns`, the thread just
+        waits.
 
         Raises:
             Stopped: If the run was interrupted in the meantime.
@@ -180,11 +181,14 @@ class Lane:
                 self.wait(self._marks.popleft())
 
     def trainer(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-        """Return the cached trainer of this key, made if there is none."""
+        """Return the cached trainer of this key, made if there is none.
+
+        At most `TRAINERS` are cached; the least recently used is dropped.
+        """
         return _cached(self.trainers, key, make)
 
     def forward(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-        """Return the cached forward pass of this key, made if there is none."""
+        """Return the cached forward pass of this key, made if there is none; as `trainer`."""
         return _cached(self.forwards, key, make)
 
     def keep(self, name: Hashable, module: nn.Module) -> None:
@@ -234,7 +238,7 @@ def footprint(module: nn.Module) -> int:
 
 
 def current_lane() -> Lane | None:
-    """Return the lane that this thread computes on, or None."""
+    """Return the lane that this thread computes on; None outside of a lane, as on the CPU."""
     return getattr(_here, "lane", None)
 
 

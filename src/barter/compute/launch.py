@@ -41,7 +41,10 @@ class _Grid:
         self.tiles = {"UNIT": unit, "BM": self.high, "BC": wide, "num_warps": WARPS}
 
     def among(self, programs: int) -> tuple[tuple[int, int], int]:
-        """Return a grid of about this number of programs, and the rows of each."""
+        """Return a grid (blocks of channels, slices of rows), and the rows of each slice.
+
+        The grid has about this number of programs.
+        """
         rows = self.high * triton.cdiv(self.m * self.blocks, self.high * programs)
         return (self.blocks, triton.cdiv(self.m, rows)), rows
 
@@ -147,15 +150,17 @@ def batch_norm(
     arrived: Tensor,
     settings: NormSettings,
 ) -> Tensor:
-    """Compute act(batch_norm(x) + added).
+    """Compute act(batch_norm(x) + added) by Triton kernels, differentiable twice.
 
     Args:
-        x: Images in channels_last.
+        x: Images on a GPU in channels_last, bfloat16 or float32.
         weight: Weight of each channel, or None. Gets no gradient in evaluation.
         bias: Bias of each channel, or None. Gets no gradient in evaluation.
         added: Addend of the same shape, or None; only relu may follow it.
-        tracked: Running statistics, updated in training; or None.
-        arrived: c / 16 zeros, int32, that only this layer uses.
+        tracked: Running mean, running variance and number of batches, updated in place in training,
+            used in evaluation; None, in training only, for a layer without them.
+        arrived: Zeros (int32), one for each 16 channels rounded up, that only this layer uses. They
+            are zero again after the call.
         settings: Training mode, momentum, epsilon, activation, and the activation's slope.
     """
     y: Tensor = _BatchNorm.apply(x, weight, bias, added, tracked, arrived, settings)  # type: ignore[no-untyped-call]
@@ -221,14 +226,14 @@ def _scattered(dy: Tensor, winner: Tensor, x: Tensor, K: int, STRIDE: int, PAD: 
 
 
 def max_pool(x: Tensor, kernel: int, stride: int, padding: int, shape: tuple[int, int]) -> Tensor:
-    """Compute the maximum of each window.
+    """Compute the maximum of each window by Triton kernels, differentiable twice.
 
     Args:
-        x: Images in channels_last.
+        x: Images on a GPU in channels_last.
         kernel: Side of the windows.
         stride: Distance between windows.
-        padding: Padding at each side.
-        shape: Height and width of the result.
+        padding: Padding at each side, whose pixels never are the maximum.
+        shape: Height and width of the result, as torch computes them from the other arguments.
     """
     y: Tensor = _MaxPool.apply(x, kernel, stride, padding, shape)  # type: ignore[no-untyped-call]
     return y

@@ -23,10 +23,10 @@ class Guest(Protocol):
     device: torch.device
 
     def move(self, device: torch.device) -> None:
-        """Move all tensors to a device."""
+        """Move its tensors to a device; `device`, the place where it works, stays the same."""
 
     def footprint(self) -> int:
-        """Return the number of bytes held."""
+        """Return the number of bytes of all tensors."""
 
 
 class Parking:
@@ -46,11 +46,11 @@ class Parking:
 
     @contextmanager
     def on_device(self, client: Guest) -> Iterator[None]:
-        """Keep a client on the device inside the block.
+        """Keep a client on its device inside the block, where it counts as at work.
 
-        Clients that are not at work leave the device if memory is short (`is_crowded`), least
-        recently used first. After the block, the client stays until then. Without a limit, nothing
-        moves.
+        Clients that are not at work are moved to the host while memory of this device is short
+        (`is_crowded`), least recently used first. After the block, the client stays until then.
+        With a limit of 0, nothing moves.
         """
         if not self.limit:
             yield

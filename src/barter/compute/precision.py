@@ -24,7 +24,8 @@ def current_precision() -> Precision:
 def use_precision(precision: Precision) -> Iterator[None]:
     """Compute with this precision and deterministic cuDNN kernels in the block.
 
-    fp32 also forbids TF32, all other precisions allow it. It applies to all threads.
+    fp32 forbids TF32 in matrix products and convolutions, the others allow it. With bf16,
+    `autocast` returns an enabled context. It applies to all threads.
     """
     global _current
     before = _current
@@ -44,9 +45,10 @@ def use_precision(precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute in full fp32 inside the block.
+    """Compute in full fp32 inside the block, as `use_precision("fp32")`.
 
-    Differences between nearly equal numbers need it.
+    Differences between nearly equal numbers need it. An autocast context that surrounds the block
+    stays in force.
     """
     with use_precision("fp32"):
         yield

@@ -24,9 +24,10 @@ STAT = Path("/proc/stat")
 
 
 def free_cores() -> int:
-    """Return the number of idle cores, or torch's number if OMP_NUM_THREADS is set.
+    """Return the number of idle cores, or torch's number of threads if OMP_NUM_THREADS is set.
 
     It is rounded, at most torch's number of threads and the container's quota, and at least 1.
+    Measuring takes 0.2 seconds.
     """
     most = torch.get_num_threads()
     if most == 1 or os.environ.get("OMP_NUM_THREADS"):
@@ -36,7 +37,7 @@ def free_cores() -> int:
 
 @contextmanager
 def limit_threads(threads: int | None) -> Iterator[None]:
-    """Use this number of threads inside the block; None leaves it unchanged."""
+    """Let torch use this number of CPU threads inside the block; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -31,7 +31,10 @@ class Recipe:
     cosine: bool = False  # decay the learning rate to zero, see Trainer.anneal
 
     def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return a new optimizer of this kind, with one fused kernel for all parameters."""
+        """Return a new optimizer of these parameters, with torch's fused implementation.
+
+        `clip` and `cosine` are not part of it; `Trainer` applies them.
+        """
         options: dict[str, Any] = {"fused": True, **dict(self.settings)}
         if self.kind is torch.optim.Adam and parameters[0].is_cuda:
             options["capturable"] = True
@@ -145,10 +148,12 @@ class Trainer(Graphs):
     ) -> Trainer:
         """Return the trainer of these modules with a new optimizer state.
 
-        If the current lane holds all the modules, their trainer and its captured graphs are reused.
+        If the current lane holds all the modules, their trainer and its captured graphs are reused:
+        an earlier result of the same call is the same object, and its state is reset too.
 
         Args:
-            modules: The modules to train.
+            modules: The modules to train in place: their parameters that require gradients now.
+                Training modes stay.
             recipe: Optimizer and learning rate.
             anchor: Pulls the trainable parameters towards given values.
         """
@@ -182,12 +187,18 @@ class Trainer(Graphs):
         super().renew()
 
     def moments(self) -> list[dict[str, Tensor]]:
-        """Return a copy of the optimizer's state for each parameter; {} before a step."""
+        """Return a copy of the optimizer's state of each trainable parameter, in order.
+
+        Each is a dict by name, such as exp_avg; it is empty before the first step.
+        """
         states = [self.optimizer.state[parameter] for parameter in self.parameters]
         return [{name: tensor.clone() for name, tensor in state.items()} for state in states]
 
     def recall(self, moments: Sequence[dict[str, Tensor]]) -> None:
-        """Continue with an optimizer state from `moments`; an empty one changes nothing."""
+        """Continue with an optimizer state from `moments`, which is copied.
+
+        An empty sequence changes nothing; otherwise there is one dict per trainable parameter.
+        """
         for parameter, saved in zip(self.parameters if moments else (), moments, strict=True):
             state = self.optimizer.state[parameter]
             for name, tensor in saved.items():
@@ -226,12 +237,13 @@ class Trainer(Graphs):
             *batch: Arguments of the loss: tensors, None, and tuples or NamedTuples of them.
 
         Returns:
-            The values of the loss, detached, valid until the next step.
+            What the loss returned, detached: a tensor or a tuple of tensors. A graph overwrites
+            them in the next step, so clone what is needed longer.
         """
         return self.take(loss, batch)
 
     def eager(self, work: Callable[..., Any], batch: Sequence[Batch]) -> Any:
-        """Compute the loss, its gradients and an optimizer step without a graph."""
+        """Take an optimizer step without a graph, and return the detached values of the loss."""
         self.tidy()
         with precision.autocast(self._device(batch)):
             values = work(*batch)
@@ -240,7 +252,7 @@ class Trainer(Graphs):
         return tuple(v.detach() for v in values) if isinstance(values, tuple) else values.detach()
 
     def tidy(self) -> None:
-        """Release gradients, which live within a step."""
+        """Release the parameters' gradients, which live within a step."""
         for parameter in self.parameters:
             parameter.grad = None
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]

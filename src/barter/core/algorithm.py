@@ -260,8 +260,8 @@ class Algorithm(Generic[S, C]):
             later: The arguments of the later call.
 
         Returns:
-            Arguments with which the earlier call has the same effect before the later one; None if
-            the later call replaces all that the earlier one stored.
+            Arguments with which the earlier call has the same effect before the later one; None,
+            the default, if the later call replaces all that the earlier one stored.
         """
         return None
 
@@ -281,9 +281,10 @@ class Algorithm(Generic[S, C]):
         return {**metrics, **as_numbers(report)}
 
     def local_offset(self, client: C) -> Tensor | None:
-        """Return the per-class offset added to a client's logits on its local test set.
+        """Return the per-class offset added to a client's logits on its local test data.
 
-        Such an offset adapts the logits to the client's class prior.
+        These are its local test and validation sets. Such an offset adapts the logits to the
+        client's class prior.
 
         Returns:
             One number per class; None if the logits are used as they are.
@@ -293,7 +294,8 @@ class Algorithm(Generic[S, C]):
     def evaluate_server(self, server: S, test: Images) -> dict[str, float]:
         """Return the server model's metrics on a test set; empty without a model.
 
-        The accuracy is named "global", whatever the test set.
+        The accuracy is named "global", and other metrics global_METRIC, whatever the test set. The
+        model is put into evaluation mode.
         """
         if server.model_or_none is None:
             return {}
@@ -339,8 +341,8 @@ class Algorithm(Generic[S, C]):
                 them of those to show.
 
         Returns:
-            Indices into the client's images and the synthetic images; None if the round made none
-            or they are no longer stored.
+            Indices into the client's images, and the synthetic images as model input; None if the
+            round made none or they are no longer stored.
         """
         return None
 
@@ -354,8 +356,8 @@ class Algorithm(Generic[S, C]):
             t: The round.
 
         Returns:
-            Indices of the private images that they were made from, and the synthetic images; None
-            if the round made none or they are no longer stored.
+            Indices of the private images that they were made from, and all synthetic images as
+            model input; None if the round made none or they are no longer stored.
         """
         return None
 
@@ -371,7 +373,7 @@ class Algorithm(Generic[S, C]):
             wanted: Given the labels of all images available, returns the indices to show.
 
         Returns:
-            Labels and images; None if the party has none.
+            Labels, and images as model input; None if the party has none.
         """
         return None
 
@@ -381,7 +383,8 @@ class Algorithm(Generic[S, C]):
 
         Args:
             name: A key of `presets`.
-            overrides: Hyperparameters that replace those of the preset.
+            overrides: Hyperparameters that replace those of the preset. The others have their
+                defaults.
 
         Raises:
             ConfigError: If there is no such preset or a hyperparameter is invalid.

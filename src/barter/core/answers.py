@@ -110,7 +110,7 @@ class Known:
     tables: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def network(self, whose: str, *, parameters_only: bool = False) -> Shapes:
-        """Return the weights of a network, with or without buffers; empty if unknown.
+        """Return shape and dtype of each of a network's weights, by name; empty if unknown.
 
         Args:
             whose: "client" or "server".
@@ -127,7 +127,7 @@ class Known:
         return sum(shape.numel() * dtype.itemsize for shape, dtype in weights) or None
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes that contracts may refer to by name.
+        """Return the run's sizes that contracts may refer to, by name (`RUN_SIZES`).
 
         "features" is missing if the feature width is not known.
         """
@@ -150,7 +150,8 @@ def require_valid_answer(
     """Check an answer against the method's return type, see `validate`.
 
     Returns:
-        The paths inside the answer where the client claims a number of images.
+        The paths inside the answer, METHOD.KEY, where the client claims numbers of images: tensors
+        that are annotated as `Counts`, unless another size gives their sum.
 
     Raises:
         PayloadError: If the answer does not match.
@@ -204,10 +205,11 @@ def validate(
         known: What the server knows of the client.
 
     Returns:
-        The claims in the answer and the magnitudes of its tensors.
+        The claims in the answer, the magnitudes of its tensors, and the networks in it.
 
     Raises:
         PayloadError: If the answer does not match; the message names the path and the reason.
+        TypeError: If the method's annotations contradict each other, see `compile_method`.
     """
     schema = compile_method(algorithm, method)
     sizes = _collect_sizes(algorithm, schema, sent, known)
@@ -237,8 +239,9 @@ def largest_answer(
 def largest_fields(algorithm: object, method: str, known: Known) -> dict[str, int | None]:
     """Return the largest size in bytes of each field of a valid answer, by its path.
 
-    Paths are those of `core/wire_settings.py`. None stands for a size that the contract does not
-    bound before the call.
+    A path is METHOD.KEY for a key of a TypedDict, METHOD for an answer that is no TypedDict, as in
+    `core/wire_settings.py`. None stands for a size that the contract does not bound before the
+    call.
     """
     schema = compile_method(algorithm, method)
     sizes = _collect_sizes(algorithm, schema, (), known)
@@ -578,8 +581,10 @@ class _Checker:
     def check_leaf(self, value: Payload, path: str, sizes: Sizes) -> None:
         """Check a single value without annotations.
 
-        A tensor may hold float32 of up to a million, int64, uint8 or bool; a number must be finite
-        and at most 2^53, a string printable and at most 200 characters long.
+        A tensor may hold float32 of up to a million, int64 of up to 2^53, uint8 or bool; a number
+        must be finite and at most 2^53, a string printable and at most 200 characters long. None
+        passes. Ranges of tensors are only collected. Floats of a method in `may_be_infinite` have
+        no range.
 
         Raises:
             PayloadError: If the value is none of these.
@@ -616,11 +621,11 @@ class _Checker:
     def check_tensor(self, value: Tensor, schema: TensorSchema, path: str, sizes: Sizes) -> None:
         """Check a tensor's dtype and shape; note the ranges of its values.
 
-        Without annotation, float32, int64, uint8 or bool of any shape passes. A tensor whose `When`
-        does not hold must be empty.
+        Without annotation, float32, int64, uint8 or bool of any shape passes. An annotated tensor
+        whose `When` does not hold must be empty.
 
         Raises:
-            PayloadError: They are not those of the schema.
+            PayloadError: If dtype or shape are not those of the schema.
         """
         declared = schema.values
         if declared is None:
@@ -650,6 +655,8 @@ class _Checker:
         origin: tuple[str, AnswerKind] | None = None,
     ) -> None:
         """Note the ranges in which a tensor's values must lie, for `check_ranges`.
+
+        Nothing is noted of uint8 and bool, nor of floats of a method that may send NaN.
 
         Args:
             value: The tensor.
@@ -718,7 +725,7 @@ class _ByteLimit:
     known: Known
 
     def of(self, schema: Schema, sizes: Sizes) -> int | None:
-        """Return the largest bytes of a value with this schema; None if unbounded.
+        """Return the most bytes that a value with this schema can have; None if unbounded.
 
         A part whose `When` does not hold has 0 bytes; a number or string counts 200; a union counts
         as its largest member. Lists and dicts of any length are bounded only by `Room`.
@@ -755,7 +762,11 @@ class _ByteLimit:
         return _if_all_known(sum, [self.of(schema, sizes) for schema in schemas])
 
     def fields(self, schema: Schema, path: str, sizes: Sizes) -> Iterator[tuple[str, int | None]]:
-        """Yield path and largest size of the fields of an answer; those of lists have none."""
+        """Yield the path of each field of an answer and its largest size in bytes.
+
+        TypedDicts are divided into their keys; anything else is one field. None stands for a size
+        that is not bounded, as of lists and dicts without `Room`.
+        """
         sizes = _add_names(schema, sizes)
         if isinstance(schema, RecordSchema) and schema.is_present(self.algorithm) is not False:
             limits: dict[str, int] = {}
@@ -767,7 +778,7 @@ class _ByteLimit:
             yield path, self.of(schema, sizes)
 
     def size_limits(self, schema: Schema, sizes: Sizes) -> Iterator[tuple[str, int]]:
-        """Yield upper bounds of the sizes that occur first in a part with this schema.
+        """Yield name and upper bound of each size that occurs first in this schema.
 
         They are those of numbers with a name, of counts with a given sum, and of the number of
         distinct classes; sizes of other tensors have no bound.
@@ -784,7 +795,10 @@ class _ByteLimit:
 
 
 def _tensor_bytes(declared: Floats, sizes: Sizes) -> int | None:
-    """Return the size of a tensor in bytes; None if an axis is unknown or `...`."""
+    """Return the size of a tensor in bytes; None if an axis is unknown or `...`.
+
+    A tensor with `half` counts at full precision.
+    """
     lengths = [
         None if isinstance(size, EllipsisType) else _resolve(size, sizes) for size in declared.shape
     ]

@@ -84,13 +84,16 @@ class LazyClient(Client):
         del self._values[MODEL]
 
     def join(self, states: ClientStates) -> None:
-        """Rest from now on whenever `states` decides, and until the client is first used."""
+        """Drop the client's values and put it to rest, as `states` decides from now on.
+
+        The next use restores it from the store of `states`, or to its initial state.
+        """
         self.states = states
         self._values = None
 
     @property
     def is_resting(self) -> bool:
-        """Return whether the client's state is in the store only."""
+        """Return whether the client's state is in the store only, or is the initial one."""
         return self._values is None
 
     @property
@@ -99,7 +102,10 @@ class LazyClient(Client):
         return self._values is not None and MODEL in self._values
 
     def fetch(self, name: str) -> Any:
-        """Return the value of a stored attribute; restores a resting client."""
+        """Return the value of a stored attribute; restores a resting client.
+
+        The network, "model_or_none", is built if the client has none in memory.
+        """
         values = self._wake()
         if name == MODEL and MODEL not in values:
             values[MODEL] = self._build()
@@ -234,7 +240,7 @@ class ClientStates:
                 client.join(self)
 
     def note(self, client: LazyClient) -> None:
-        """Note that a client is used."""
+        """Mark a client as in memory and as the most recently used one."""
         self.awake[client.id] = client
         self.awake.move_to_end(client.id)
 
@@ -244,8 +250,8 @@ class ClientStates:
 
         Args:
             client: The client.
-            changes: False if the block is not expected to change the client's state; this is then
-                checked before the state is dropped.
+            changes: True if the state is to be written when the client is put to rest. With False
+                it is compared with the stored one first, and written only if it differs.
         """
         self._at_work.add(client.id)
         if changes:
@@ -259,8 +265,11 @@ class ClientStates:
     def make_room(self, last: Client) -> None:
         """Put clients to rest, least recently used first, while they take more than the limit.
 
+        Clients inside of a `using` block stay in memory.
+
         Args:
-            last: The client that was used last.
+            last: The client that was used last, whose size is measured anew; those of the others
+                are as last measured.
         """
         self._sizes[last.id] = last.footprint()
         total = sum(self._sizes.values())
@@ -272,12 +281,12 @@ class ClientStates:
             self.rest(self.awake[k])
 
     def rest_all(self) -> None:
-        """Put all clients to rest."""
+        """Put all clients to rest, whatever the limit."""
         for client in list(self.awake.values()):
             self.rest(client)
 
     def rest(self, client: LazyClient) -> None:
-        """Put a client to rest; its state is written if it has changed."""
+        """Put a client to rest and call `on_rest`; its state is written if it has changed."""
         if not client.is_resting:
             state = client.memory()
             if client.id in self._changed or not self._is_stored(client, state):
@@ -295,7 +304,10 @@ class ClientStates:
 
 
 def _is_same(one: Payload, other: Payload) -> bool:
-    """Return whether two payloads have the same structure and bitwise equal values."""
+    """Return whether two payloads have the same paths of leaves and bitwise equal values.
+
+    Lists equal tuples, and empty containers each other: they have the same leaves.
+    """
     first = dict(leaves(one))
     second = dict(leaves(other))
     if first.keys() != second.keys():

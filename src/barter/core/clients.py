@@ -199,6 +199,8 @@ class Clients(Sequence[int]):
     ) -> Replies[R]:
         """Run a method on every client with the same arguments.
 
+        An empty group gives no answers and no failures.
+
         Args:
             method: A bound method of the algorithm whose first parameter is the client.
             *args: Its arguments after the client.
@@ -208,7 +210,8 @@ class Clients(Sequence[int]):
             The clients' answers and failures.
 
         Raises:
-            ClientError: If fewer than `min_clients` clients answer.
+            ClientError: If fewer than the run's `min_clients` clients answer. All of the group must
+                if that is None, or the group is smaller.
             TypeError: If the arguments do not fit the method, or it has keyword-only parameters.
         """
         bound = inspect.signature(method).bind(None, *args, **kwargs)
@@ -229,6 +232,9 @@ class Clients(Sequence[int]):
         Args:
             method: A bound method of the algorithm that takes the client.
             answered: The clients whose earlier answers are still used.
+
+        Returns:
+            The new answers only; none if no client is missing.
 
         Raises:
             ClientError: If fewer than `min_clients` clients have answered now or earlier.
@@ -257,8 +263,9 @@ class Clients(Sequence[int]):
     def relay(self, method: Callable[[C, T], T], payload: T) -> T:
         """Pass a payload from client to client and return the last client's answer.
 
-        Clients are called in the group's order. Each receives the previous client's answer; a
-        client that fails is skipped.
+        Clients are called in ascending order of their ids. The first receives `payload`, each
+        other one the previous client's answer; a client that fails is skipped. An empty group
+        returns `payload`.
 
         Raises:
             ClientError: If fewer than `min_clients` clients answered, after all were called.

@@ -1,8 +1,9 @@
 """Encodings of single tensors at the wire, which trade precision for bytes.
 
-`encode_tensor` makes a `EncodedTensor` tensor; `EncodedTensor.decode` restores a tensor of the same shape and dtype.
-A coded tensor travels as a small dict of a payload (`EncodedTensor.to_payload`); `EncodedTensor.from_payload` reads
-it from an untrusted party and checks every size before anything is allocated.
+`encode_tensor` makes an `EncodedTensor`; `EncodedTensor.decode` restores a tensor of the same shape
+and dtype. A coded tensor travels as a small dict of a payload (`EncodedTensor.to_payload`);
+`EncodedTensor.from_payload` reads it from an untrusted party and checks every size before anything
+is allocated.
 
 | encoding | bytes per value | values |
 |---|---|---|
@@ -87,7 +88,10 @@ LOSSLESS_EFFORT = 20  # Effort from 0 to 100.
 
 
 def is_image_batch(tensor: Tensor) -> bool:
-    """Return whether a tensor can be a batch of grey or colour images (n, C, H, W)."""
+    """Return whether a tensor has the shape of grey or colour images (n, C, H, W).
+
+    C is 1 or 3, H and W at most 16383; dtype and values do not count.
+    """
     return tensor.ndim == 4 and tensor.shape[1] in (1, 3) and max(tensor.shape[2:]) <= MAX_SIDE
 
 
@@ -121,7 +125,7 @@ class EncodedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes of what is sent, without the description of a few words."""
+        """Return the bytes of data and scales; dtype, shape and names do not count."""
         return self.scales.numel() * 4 + sum(part.numel() for part in self.data)
 
     @property
@@ -130,7 +134,7 @@ class EncodedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_payload(self) -> Payload:
-        """Return the coded tensor as a payload."""
+        """Return the coded tensor as the dict that is sent; `from_payload` reads it."""
         return {
             ENCODED: self.encoding,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -145,14 +149,15 @@ class EncodedTensor:
 
     @classmethod
     def from_payload(cls, tree: Payload, path: str = "payload") -> EncodedTensor:
-        """Read a coded tensor of an untrusted party; nothing is allocated.
+        """Read and check a coded tensor of an untrusted party, without decoding it.
 
         Args:
             tree: What `to_payload` returned.
             path: Its place in the payload, for messages.
 
         Raises:
-            PayloadError: If it is malformed, or its data do not fit its shape.
+            PayloadError: If it is malformed, or its data do not fit its shape. Compressed data are
+                checked when they are decoded.
         """
         _require(isinstance(tree, Mapping) and tree.keys() == KEYS, path, "keys")
         dtype = DTYPES.get(str(tree["dtype"]))
@@ -203,14 +208,14 @@ class EncodedTensor:
             _require(found_bytes == expected, path, f"{found_bytes} bytes instead of {expected}")
 
     def _level_bytes(self) -> int:
-        """Return the size of the levels in bytes before they are compressed."""
+        """Return the bytes that the levels have before compression, by encoding and shape."""
         numel = math.prod(self.shape)
         if self.encoding in ("half", "bfloat16"):
             return 2 * numel
         return (numel + 1) // 2 if self.encoding == "int4" else numel
 
     def _scale_count(self) -> int:
-        """Return the number of scales."""
+        """Return the number of scales that encoding, shape, dtype and rows imply."""
         if self.encoding == "half":
             return 1
         if self.encoding in ("int8", "int4"):
@@ -221,13 +226,19 @@ class EncodedTensor:
 
     @cached_property
     def value(self) -> Tensor:
-        """Return the tensor that a receiver decodes, without decompressing what is lossless."""
+        """Return the tensor that a receiver decodes, computed once.
+
+        In the process that encoded it, lossless compression need not be undone.
+        """
         if self.levels is not None and self.encoding not in WEBP_QUALITY:
             return self._restore(self.levels)
         return self.decode()
 
     def decode(self, path: str = "payload") -> Tensor:
-        """Return the decoded tensor.
+        """Return the decoded tensor, on the device of the scales.
+
+        Args:
+            path: The tensor's place in the payload, for messages.
 
         Raises:
             PayloadError: If the data is damaged.
@@ -288,20 +299,21 @@ def encode_tensor(
     deflate: bool = False,
     noise: torch.Generator | None = None,
 ) -> EncodedTensor | None:
-    """Encode a tensor.
+    """Encode a tensor, or return None if it is to be sent as it is.
 
     Args:
-        tensor: The tensor.
-        encoding: The name of an encoding.
-        rows: Which values share a scale, for int8 and int4.
-        deflate: Compress the levels by zlib where that makes them smaller.
-        noise: Rounds int8 and int4 at random, so that the mean is the value; None rounds to the
-            nearest level. The generator is one of the CPU.
+        tensor: The tensor, which is not changed.
+        encoding: One of `ENCODINGS`; not checked.
+        rows: Which values share a scale, for int8 and int4. With "last", rows of fewer than 32
+            values all share one.
+        deflate: Compress the levels by zlib where that makes them smaller; not for webp.
+        noise: Rounds int8 and int4 at random to one of the two nearest levels, so that the mean of
+            decoded values is the value; None rounds to the nearest.
 
     Returns:
-        The coded tensor. None if the tensor is sent as it is: it has fewer than two axes, its
-        dtype or shape does not fit the encoding, it holds NaN or infinity, or it would not be
-        smaller.
+        The coded tensor. None for "exact", and if the tensor is empty, has fewer than two axes, has
+        a dtype or shape that does not fit the encoding, holds NaN, infinity or a magnitude of 3e38
+        or more, or would not be at least 64 bytes smaller.
     """
     values = tensor.detach()
     if encoding == "exact" or values.ndim < 2 or not values.numel():
@@ -331,7 +343,10 @@ def encode_tensor(
 def _quantise(
     values: Tensor, encoding: str, rows: RowAxis, noise: torch.Generator | None
 ) -> EncodedTensor:
-    """Return a contiguous tensor as levels and scales."""
+    """Return a contiguous tensor as levels and scales, not compressed yet.
+
+    Rows along the last axis that are shorter than 32 values get one scale together.
+    """
     signed = False
     scales = values.new_zeros(0, dtype=torch.float32)
     if encoding == "half":
@@ -358,7 +373,11 @@ def _quantise(
 
 
 def _to_int8(matrix: Tensor, signed: bool, noise: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Return levels from -127 to 127, or from 0 to 255, and the scale of each row."""
+    """Return levels as bytes, and the scale of each row.
+
+    Levels are from -127 to 127 if `signed`, otherwise from 0 to 255. A scale is the row's largest
+    magnitude divided by 127 or 255.
+    """
     most = 127 if signed else 255
     peaks = matrix.abs().amax(1)
     scales = peaks / most
@@ -371,12 +390,15 @@ def _to_int8(matrix: Tensor, signed: bool, noise: torch.Generator | None) -> tup
 
 
 def _to_int4(matrix: Tensor, signed: bool, noise: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Return levels of square roots, two in a byte, and the largest magnitude of each row."""
+    """Return levels of square roots, two in a byte, and the largest magnitude of each row.
+
+    Levels are from -7 to 7, stored as 0 to 14, if `signed`; otherwise from 0 to 15.
+    """
     most = 7 if signed else 15
     peaks = matrix.abs().amax(1)
     divisors = torch.where(peaks > 0, peaks, torch.ones_like(peaks))
-    roots = (matrix.abs() / divisors.unsqueeze(1)).sqrt() * matrix.sign() * most
-    levels = _round(roots, noise).clamp_(-most, most).view(-1)
+    roots = (matrix.abs() / divisors.unsqueeze(1)).sqrt() * most
+    levels = (_round_roots(roots, noise) * matrix.sign()).clamp_(-most, most).view(-1)
     codes = (levels + 7 if signed else levels).to(torch.uint8)
     if len(codes) % 2:
         codes = torch.cat([codes, codes.new_zeros(1)])
@@ -391,10 +413,21 @@ def _round(values: Tensor, noise: torch.Generator | None) -> Tensor:
     return (values + torch.rand(values.shape, generator=noise).to(values.device)).floor()
 
 
-def _to_pixels(images: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return images as bytes up to `most`, and the least value and the step of each channel.
+def _round_roots(roots: Tensor, noise: torch.Generator | None) -> Tensor:
+    """Round to the nearest integer, or at random so that the squares have the right mean."""
+    if noise is None:
+        return roots.round()
+    lower = roots.floor()
+    # Squares of the two levels next to a root are 2 * lower + 1 apart.
+    share = (roots.square() - lower.square()) / (2 * lower + 1)
+    return lower + (torch.rand(roots.shape, generator=noise).to(roots.device) < share)
 
-    Images that are bytes already stay as they are, and have neither.
+
+def _to_pixels(images: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return images as bytes from 0 to `most`, and the scales that restore them.
+
+    The scales are the least value of each channel over all images, then the step of each channel.
+    Images that are bytes already stay as they are, also above `most`, and have no scales.
     """
     if images.dtype == torch.uint8:
         return images.view(-1), torch.zeros(0, device=images.device)
@@ -442,7 +475,13 @@ def _deflate(coded: EncodedTensor) -> EncodedTensor:
 
 
 def _inflate(data: Tensor, size: int, path: str) -> Tensor:
-    """Decompress data to exactly this number of bytes; more are never allocated."""
+    """Decompress data to exactly `size` bytes.
+
+    Larger data are not decompressed, so that they cannot fill the memory.
+
+    Raises:
+        PayloadError: If the data are damaged or have another size.
+    """
     inflater = zlib.decompressobj()
     try:
         levels = inflater.decompress(_to_bytes(data), size + 1)
@@ -454,7 +493,7 @@ def _inflate(data: Tensor, size: int, path: str) -> Tensor:
 
 
 def _sheet_sizes(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Return width and height of the sheets that hold a batch of images of this shape."""
+    """Return (width, height) of each sheet that holds images of this shape (n, C, H, W)."""
     images, _, height, width = shape
     columns = max(1, SHEET_SIDE // width)
     per_sheet = columns * max(1, SHEET_SIDE // height)
@@ -467,7 +506,7 @@ def _sheet_sizes(shape: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _write_sheets(levels: Tensor, shape: Sequence[int], encoding: str) -> list[Tensor]:
-    """Return images as WebP files of sheets."""
+    """Return the WebP file of each sheet of `_sheet_sizes`; empty places are black."""
     _, channels, height, width = shape
     images = levels.view(*shape).cpu()
     sheets: list[tuple[tuple[int, int], bytes]] = []
@@ -500,7 +539,13 @@ def _write_sheets(levels: Tensor, shape: Sequence[int], encoding: str) -> list[T
 
 
 def _read_sheets(data: Sequence[Tensor], shape: Sequence[int], path: str) -> Tensor:
-    """Return the pixels of images in WebP files; their sizes were compared with the shape."""
+    """Return all pixels of images in WebP files, in one axis, on the CPU.
+
+    The files' sizes must have been compared with the shape (`_require_sizes`).
+
+    Raises:
+        PayloadError: If a file is damaged.
+    """
     count, channels, height, width = shape
 
     def read(part: Tensor) -> Tensor:
@@ -549,7 +594,11 @@ def _webp_size(file: Tensor, path: str) -> tuple[int, int]:
 
 
 def _read_integers(values: Any, path: str) -> tuple[int, ...]:
-    """Return a list of a few small integers as a tuple."""
+    """Return a list of at most 16 integers from 0 to 2**40 - 1 as a tuple.
+
+    Raises:
+        PayloadError: If it is anything else.
+    """
     holds = isinstance(values, list) and len(values) <= MAX_AXES
     holds = holds and all(type(value) is int and 0 <= value < 2**40 for value in values)
     _require(holds, path, "shape")
@@ -557,6 +606,6 @@ def _read_integers(values: Any, path: str) -> tuple[int, ...]:
 
 
 def _require(holds: bool, path: str, what: str) -> None:
-    """Raise PayloadError if a coded tensor is malformed."""
+    """Raise PayloadError unless a condition holds; `what` names what is malformed."""
     if not holds:
         raise PayloadError(f"{path} is no valid encoding: {what}")

@@ -39,13 +39,17 @@ PREDICT_CHUNK = 500
 def predict(function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
     """Apply a function to samples in chunks and concatenate the results in fp32.
 
-    No gradients are recorded. The function runs under autocast of the run's precision.
+    No gradients are recorded. The function runs under autocast of the run's precision. A model's
+    mode is not changed: put it into evaluation mode first.
 
     Args:
         function: Maps a batch to one row per sample, which must not depend on the other samples.
             On a GPU it may be captured as a CUDA graph, see `compute.graphs`.
         batch: Maps indices to a batch of inputs.
         index: The indices of the samples, at least one.
+
+    Returns:
+        One row per sample, in the order of `index`.
     """
     forward = Forward.of(function) if len(index) else None
     if forward is not None:
@@ -88,7 +92,7 @@ def add_offset(logits: Tensor, by_class: Tensor | None) -> Tensor:
 
 
 def accuracy(model: Classifier, data: Images, by_class: Tensor | None = None) -> float:
-    """Return the model's accuracy in evaluation mode, a fraction of 1.
+    """Return the model's accuracy, a fraction of 1; it is put into evaluation mode.
 
     Args:
         model: The model.
@@ -115,7 +119,8 @@ def score(
         by_class: Offset added to the logits, one number per class; None for no offset.
 
     Returns:
-        The accuracy under the test's name, and the further metrics of the evaluation.
+        The accuracy under the test's name, and the further metrics of the evaluation as
+        TEST_METRIC; see `measure`.
     """
     model.eval()
     logits = predict(model, data.batch, torch.arange(len(data), device=data.device))
@@ -131,7 +136,8 @@ def evaluate_client(client: Client, local_offset: Tensor | None = None) -> dict[
             per class; None for no offset.
 
     Returns:
-        The metrics of all of `tests_due`; empty if none is due.
+        The metrics of all of `tests_due`, named as by `measure`; empty if none is due. The
+        client's report is not changed.
     """
     metrics: dict[str, float] = {}
     # The mode is set even if no test is due, so that skipping tests has no other effect.
@@ -144,9 +150,9 @@ def evaluate_client(client: Client, local_offset: Tensor | None = None) -> dict[
 
 
 def tests_due(client: Client) -> dict[str, Images]:
-    """Return the test and validation sets that this round evaluates a client on.
+    """Return the test and validation sets to evaluate a client on in this round.
 
-    They are empty unless the round is due for the client (`client.tested`).
+    They are by name; there are none unless the round is due for the client (`client.tested`).
     """
     if not client.tested:
         return {}
@@ -156,7 +162,8 @@ def tests_due(client: Client) -> dict[str, Images]:
 def record_before_exchange(client: Client, local_offset: Tensor | None = None) -> None:
     """Put the client's current metrics into its report, as before_METRIC.
 
-    Nothing is added if no test is due. The model is put into evaluation mode.
+    Nothing is added if no test is due. The model is put into evaluation mode, and `local_offset` is
+    that of `evaluate_client`.
     """
     metrics = evaluate_client(client, local_offset)
     client.report |= {f"before_{name}": value for name, value in metrics.items()}

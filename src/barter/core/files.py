@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @contextmanager
 def convert_disk_errors(target: Path) -> Iterator[None]:
-    """Convert an OSError inside the block to a CheckpointError with the path."""
+    """Convert an OSError in the block to a CheckpointError that names `target`."""
     try:
         yield
     except OSError as error:
@@ -97,11 +97,12 @@ def parse_file(path: Path, meaning: Callable[[str], T]) -> T:
     """Read a text file that barter wrote and parse it.
 
     Args:
-        path: The file.
-        meaning: Parses the text.
+        path: The file, in UTF-8.
+        meaning: Parses the text; its result is returned.
 
     Raises:
-        CheckpointError: If the file cannot be read or parsed.
+        CheckpointError: If the file cannot be read, or `meaning` raises ValueError, LookupError,
+            TypeError, AttributeError or RecursionError.
     """
     try:
         return meaning(path.read_text("utf-8"))
@@ -112,10 +113,9 @@ def parse_file(path: Path, meaning: Callable[[str], T]) -> T:
 
 
 def write_obstacle(folder: Path) -> str:
-    """Try to write 64 KiB to a folder and return the error message, or "".
+    """Return why a folder cannot be written to, such as a full disk; "" if it can.
 
-    Returns:
-        Why the folder cannot be written to, for example a full disk; empty if it can.
+    To find out, a file of 64 KiB is written there and deleted.
     """
     probe = folder / ".room"
     try:
@@ -131,7 +131,11 @@ def write_obstacle(folder: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or folder to disk; raises OSError if that fails."""
+    """Wait until a file, or a folder's list of files, is on disk (fsync).
+
+    Raises:
+        OSError: If that fails.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -174,7 +174,7 @@ class SharedImages(Images):
 
     @property
     def index(self) -> Tensor:
-        """Return the indices of the images in the larger set."""
+        """Return the indices of the images in the larger set; computed when first read."""
         if isinstance(self._find, Tensor):
             return self._find
         if "_index" not in self.__dict__:
@@ -199,7 +199,7 @@ class SharedImages(Images):
         return SharedImages(self._source.to(device), index, self.augment)
 
     def __getattr__(self, name: str) -> Any:
-        """Gather pixels or labels when they are first read."""
+        """Gather pixels or labels when they are first read, and keep them until `release`."""
         if name not in ("pixels", "labels"):
             raise AttributeError(name)
         gathered = getattr(self._source, name)[self.index]
@@ -207,7 +207,7 @@ class SharedImages(Images):
         return gathered
 
     def release(self) -> None:
-        """Drop what was gathered or computed; it is gathered again when it is next used."""
+        """Drop gathered pixels, labels and computed indices; the next use makes them again."""
         for name in ("pixels", "labels", "_index"):
             self.__dict__.pop(name, None)
 
@@ -271,7 +271,8 @@ class Sealed(Images):
 def fingerprint(*tensors: Tensor) -> str:
     """Return a hash of the tensors' values, 16 hexadecimal digits.
 
-    Shapes, dtypes and devices do not count, except for the bytes of the values in row-major order.
+    The bytes of all tensors are hashed one after the other, each in row-major order. Shapes and
+    devices do not count.
     """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
@@ -283,7 +284,8 @@ def prepare_batch(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
     """Turn a batch of byte images into model input.
 
     The images are augmented, converted to float, normalised by the spec's statistics and, if they
-    have another size, resized to the spec's. The result is in channels_last memory format.
+    have another size, resized to the spec's. The result is float32 (N, C, H, W) in channels_last
+    memory format. Only augmentation draws random numbers, see `augment_images`.
     """
     mean, std = channel_statistics(spec, pixels.device, 255.0)
     x = (augment_images(pixels, augment).float() - mean) / std
@@ -298,6 +300,8 @@ def channel_statistics(
     spec: Spec, device: torch.device, white: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel, as 1 x channels x 1 x 1.
+
+    The tensors are cached and must not be modified.
 
     Args:
         spec: The task, whose statistics are for pixels from 0 to 1.

@@ -63,7 +63,7 @@ class Evaluation:
         return t == 1 or t % self.every == 0 or t == last
 
     def includes(self, client: int, ids: Collection[int], participants: Collection[int]) -> bool:
-        """Return whether a client is evaluated in a round that is due.
+        """Return whether a client is evaluated in a round that is due (`is_due`).
 
         If `clients` is a number, it is that many of the sorted ids, chosen by a fixed seed: the
         same in every round and in every run with these ids.
@@ -93,7 +93,10 @@ class Evaluation:
         return {listed[i] for i in order.tolist()}
 
     def settle(self, clients: int) -> Evaluation:
-        """Return the evaluation of a run with this number of clients: auto becomes a choice."""
+        """Return the evaluation of a run with this number of clients, without "auto".
+
+        "auto" becomes "all" for up to 100 clients, and "sampled" for more.
+        """
         if self.clients != "auto":
             return self
         return replace(self, clients="all" if clients <= MANY_CLIENTS else "sampled")
@@ -108,7 +111,7 @@ class Evaluation:
 
 
 def macro_f1(logits: Tensor, labels: Tensor) -> float:
-    """Return the mean F1 score over classes.
+    """Return the mean F1 score over classes, each with the same weight, from 0 to 1.
 
     Classes that are neither among the labels nor among the predictions do not count.
     """
@@ -178,7 +181,8 @@ def measure(
 ) -> dict[str, float]:
     """Return the accuracy under the test's name, other metrics as TEST_METRIC.
 
-    "per_class" gives TEST_class_C for each class C that occurs among the labels.
+    The accuracy is a fraction of 1. "per_class" gives TEST_class_C, the accuracy on images of class
+    C, for each class that occurs among the labels.
 
     >>> import torch
     >>> from barter.core.metrics import measure

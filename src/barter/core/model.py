@@ -97,8 +97,9 @@ BY_HAND = """write it by hand:
 def split(module: nn.Module) -> Classifier:
     """Convert a network with a last Linear layer to a Classifier; copies the module.
 
-    The head is the Linear layer that was defined last, all before it computes the features. A
-    Classifier is copied as it is. `verify_split` checks the result.
+    The head is the Linear layer that was defined last; the features are what the rest of the module
+    computes without it. Layers that follow or bypass the head make that wrong, which is not checked
+    here but by `verify_split`. A Classifier is copied as it is.
 
     Raises:
         ConfigError: If the module has no Linear layer, or is nothing but one.
@@ -131,6 +132,9 @@ def verify_split(
 ) -> None:
     """Check that a split network equals the original and fits the task.
 
+    Both are run on two fixed images on the CPU. Weights, buffers and random state stay; both end in
+    the mode, training or evaluation, that the original had.
+
     Args:
         original: The module that was split.
         classifier: The result of `split`.
@@ -139,7 +143,8 @@ def verify_split(
 
     Raises:
         ConfigError: If the logits differ, the input or output shape does not fit, or the network
-            returns something other than a tensor in training mode. Logits may differ by 1e-5.
+            computes something other than a tensor of features in training mode. Logits may
+            differ by 1e-5.
     """
     name = type(original).__name__
     probe = torch.linspace(-1, 1, 2 * shape[0] * shape[1] * shape[2]).reshape(2, *shape)
@@ -183,7 +188,10 @@ def verify_split(
 
 
 def _features_in_training(classifier: Classifier, probe: Tensor) -> object:
-    """Return the features in training mode; restore buffers and random state."""
+    """Return the features in training mode; restore buffers and random state.
+
+    The classifier is left in training mode.
+    """
     before = [buffer.clone() for buffer in classifier.buffers()]
     try:
         with torch.random.fork_rng(devices=[]):

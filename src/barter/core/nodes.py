@@ -73,8 +73,9 @@ class Node:
     def use_lane_module(self) -> Iterator[None]:
         """Use the current lane's module as this node's model inside the block.
 
-        A lane has one module for each architecture. The node's weights are copied into it before
-        the block and back after it. So the CUDA graphs of a lane serve all clients of an
+        A lane is a CUDA stream (`compute/lanes.py`) with one module for each architecture. The
+        node's weights, `requires_grad` and modes are copied into it before the block and back after
+        it, also if the block raises. So the CUDA graphs of a lane serve all clients of an
         architecture, whatever their number. Without a lane or a model nothing changes.
         """
         own = self.model_or_none
@@ -107,10 +108,10 @@ class Node:
 
     @classmethod
     def memory_names(cls) -> list[str]:
-        """Return the names of the attributes that a node keeps between rounds.
+        """Return the names of the attributes that a client or server keeps between rounds.
 
-        They are the attributes that algorithms annotate in subclasses of Client and Server, base
-        classes first.
+        They are the attributes that an algorithm annotates in its subclasses of Client and Server,
+        base classes first. The model is not among them; `memory` adds it.
         """
         names: list[str] = []
         for kind in reversed(cls.__mro__):
@@ -122,6 +123,7 @@ class Node:
         """Return the current state that a checkpoint stores of this node.
 
         It maps each of `memory_names` to its value and "model" to the weights, if there is a model.
+        A client that has released protected parts adds "released", its counts of them.
 
         The tensors are those in use: a caller that keeps the result must `isolate` it.
         """
@@ -132,35 +134,35 @@ class Node:
         return state
 
     def weights(self) -> State | None:
-        """Return the current weights of the node's model; None if it has none."""
+        """Return the weights of the node's model, not copied; None if it has no model."""
         return None if self.model_or_none is None else dict(self.model.state_dict())
 
     def holdings(self) -> list[Any]:
-        """Return all leaves of this node's memory except the model's weights."""
+        """Return the tensors and plain values in this node's memory, without the model."""
         return [
             leaf for name in self.memory_names() for _, leaf in leaves(getattr(self, name), name)
         ]
 
     def move(self, device: torch.device) -> None:
-        """Move the model and the memory of this node to a device."""
+        """Move the model and the memory of this node to a device; images and `device` stay."""
         if self.model_or_none is not None:
             self.model_or_none.to(device)
         for name in self.memory_names():
             setattr(self, name, isolate(getattr(self, name), device))
 
     def model_bytes(self) -> int:
-        """Return the size of the node's model in bytes."""
+        """Return the size of the node's model in bytes; 0 without a model."""
         return 0 if self.model_or_none is None else lanes.footprint(self.model_or_none)
 
     def footprint(self) -> int:
-        """Return the size of the node's model and memory in bytes."""
+        """Return the size of the node's model and memory in bytes; images do not count."""
         return self.model_bytes() + nbytes(self.holdings())
 
     def recall(self, memory: Mapping[str, Payload]) -> None:
         """Restore the state that `memory` returned.
 
-        Tensors go to the model's current device, which is the host's while a client is parked;
-        without a model to the node's.
+        Tensors are copied to the model's current device, which is the CPU while a client waits
+        outside of GPU memory; without a model to the node's `device`.
 
         Raises:
             KeyError: If an attribute or the model is missing in the memory.
@@ -255,8 +257,12 @@ class Server(Node):
     def replica(self, client: int, weights: State) -> Classifier:
         """Return a frozen copy of a client's model with the weights it uploaded.
 
-        It is in evaluation mode, on the server's device. On a lane the next call for the same
-        client returns the same module with other weights.
+        It is in evaluation mode, on the server's device. On a lane (clients in this process, on a
+        GPU) the next call for the same client returns the same module with other weights.
+
+        Args:
+            client: The client's id.
+            weights: The complete state of its network.
 
         Raises:
             RuntimeError: If the weights are not those of the client's architecture.

@@ -64,7 +64,7 @@ class _Size:
     rms: float = 0.0
 
     def at_least(self, *others: _Size) -> _Size:
-        """Return the larger of both numbers, among this size and others."""
+        """Return the largest peak and the largest rms among this size and the others."""
         peak = max(size.peak for size in (self, *others))
         return _Size(peak, max(size.rms for size in (self, *others)))
 
@@ -112,8 +112,9 @@ def compare_answers(
         received: Client -> the arguments that the client received.
 
     Returns:
-        The comparison of each client that comes closest to its limit or exceeds it most. A client
-        without anything that could be compared is left out.
+        For each client the one comparison that comes closest to its limit or exceeds it most; it
+        need not be excessive (`is_excessive`). A client without anything that could be compared is
+        left out.
     """
     found: dict[int, OutlierComparison] = {}
     tables = {k: _Table(magnitudes) for k, magnitudes in answers.items()}
@@ -132,10 +133,12 @@ def compare_answers(
 def probe(network: Classifier, weights: State, spec: Spec) -> Tensor:
     """Return the largest absolute logit of a network for random images.
 
-    The four images are always the same. The network is left in evaluation mode.
+    The four images are always the same; no global generator is used. The network keeps the weights
+    and is left in evaluation mode. The result is a tensor without axes, NaN if a logit is.
 
     Args:
-        network: A network of the same architecture, whose weights are replaced.
+        network: A network of the same architecture on the device of the weights, which replace its
+            own.
         weights: The weights.
         spec: The input format.
     """
@@ -148,11 +151,12 @@ def probe(network: Classifier, weights: State, spec: Spec) -> Tensor:
 
 
 def find_large_logits(peaks: Mapping[int, float], initial: Mapping[int, float]) -> dict[int, str]:
-    """Return the clients whose network's logits are far larger than usual, and why.
+    """Return the clients whose network's logits are far larger than usual, with reasons.
 
     A finite peak is too large above 100 times its reference: the largest of 10, the client's
-    initial peak, and the lower median of the others' finite peaks; there must be one of these. NaN
-    or infinity is too large if another client's peak is finite, or there is no other client.
+    initial peak, and the lower median of the other clients' finite peaks. If no other client has a
+    finite peak, it is never too large. NaN or infinity is too large if another client's peak is
+    finite, or there is no other client.
 
     Args:
         peaks: Client -> the largest absolute logit that `probe` found.
@@ -201,7 +205,7 @@ class _Table:
 
         Args:
             others: The other clients' answers.
-            initial: The client's initial weights.
+            initial: Peak and rms of the client's initial weights, by name.
             received: The sizes of tensors that the client received, by name.
         """
         found_all: list[OutlierComparison] = []

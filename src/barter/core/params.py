@@ -119,8 +119,8 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is spelled most similarly; None if no name is close.
 
-    Close means a similarity of at least 0.6 by difflib. Case and everything before the last dot may
-    differ.
+    Close means a similarity of at least 0.6 by difflib. Case does not count, and a name may be
+    close to a known one's last part alone: "lr" is close to "algorithm.lr".
     """
     known = sorted(known)
     full_names = {k.lower(): k for k in known}
@@ -148,7 +148,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def is_utf8(value: str) -> bool:
-    """Return whether a string can be encoded as UTF-8; names of files may not be."""
+    """Return whether a string can be encoded as UTF-8.
+
+    A file's name with bytes that are not UTF-8 cannot: Python holds them as lone surrogates.
+    """
     return value.isascii() or value == value.encode(errors="ignore").decode()
 
 
@@ -290,7 +293,7 @@ def check_fields(instance: object, where: str = "") -> None:
     None.
 
     Args:
-        instance: The instance, whose fields may be replaced.
+        instance: The instance, whose fields are replaced by converted values, also if it is frozen.
         where: Prefix of the fields' names in messages, such as "algorithm.".
 
     Raises:
@@ -319,6 +322,11 @@ def drop_retired_fields(
     Such fields are in `cls.retired`, with the one value that today's behaviour corresponds to. A
     class without `retired` keeps all values.
 
+    Args:
+        cls: The dataclass.
+        values: Field -> value; not changed.
+        where: Prefix of the fields' names in messages, such as "algorithm.".
+
     Raises:
         ConfigError: If such a field has another value.
     """
@@ -333,16 +341,18 @@ def drop_retired_fields(
 
 
 def build_dataclass(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
-    """Build a checked dataclass from the values of a file or a command line.
+    """Build a dataclass from the values of a file or a command line.
+
+    Fields that `cls.retired` names are dropped, see `drop_retired_fields`.
 
     Args:
-        cls: The dataclass.
-        values: Field -> value.
+        cls: The dataclass, whose `__post_init__` checks the values (`check_fields`).
+        values: Field -> value. Fields that are missing have their defaults.
         where: Prefix of the fields' names in messages, such as "algorithm.".
 
     Raises:
-        ConfigError: If a name is unknown or missing, or a value has another type or is out of its
-            range. Fields that `cls.retired` names are dropped, see `drop_retired_fields`.
+        ConfigError: If a name is unknown, a field without a default is missing, or the class
+            refuses a value.
     """
     values = drop_retired_fields(cls, values, where)
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -364,7 +374,11 @@ def build_dataclass(cls: type[T], values: Mapping[str, object], where: str = "")
 
 
 def describe_fields(cls: type[Any]) -> list[Field]:
-    """Return name, type, default, comment and heading of each dataclass field."""
+    """Return name, type, default, comment and heading of each dataclass field.
+
+    Fields are in their order of definition. The default is `dataclasses.MISSING` if there is none,
+    or if a factory makes it.
+    """
     hints = _hints(cls)
     meanings = read_comments(cls)
     headings = read_headings(cls)

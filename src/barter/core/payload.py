@@ -53,7 +53,9 @@ DTYPES = {
 
 
 def map_leaves(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload:
-    """Return the tree with a function applied to every leaf.
+    """Return a new tree with a function applied to every leaf, in order.
+
+    Containers are copied; subclasses of dict become dict.
 
     Args:
         tree: The payload.
@@ -115,7 +117,8 @@ def _require_text(text: str, path: str) -> None:
 def leaves(tree: Payload, path: str = "payload") -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of every leaf.
 
-    The value of a dict's key k is at PATH.k, the i-th item of a list or tuple at PATH[i].
+    The value of a dict's key k is at PATH.k, the i-th item of a list or tuple at PATH[i]. An empty
+    dict, list or tuple has no leaf; None is a leaf.
 
     Raises:
         PayloadError: If the tree is not a payload, before anything is yielded.
@@ -145,7 +148,7 @@ def nbytes(tree: Payload) -> int:
 
 
 def to_floats(values: Sequence[Tensor]) -> list[float]:
-    """Convert tensors without axes to floats, in order; synchronise once per device."""
+    """Convert tensors without axes to floats, in order; wait for each device only once."""
     # Tensors are stacked by device and dtype, then read together.
     groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, value in enumerate(values):
@@ -182,7 +185,8 @@ def infinite_leaves(tree: Payload, path: str = "") -> list[str]:
 def _isolate_leaf(value: Any, device: torch.device | None) -> Any:
     """Return a leaf for the receiving party; tensors are detached and not shared.
 
-    On the CPU, memory is shared copy on write where torch allows it.
+    On the CPU, memory is shared copy on write where torch allows it. A tensor that is copied from
+    or to a GPU is marked (`mark`), unless it is a Parameter; copies keep the origin of a tensor.
     """
     if not isinstance(value, Tensor):
         return value
@@ -227,7 +231,7 @@ def origin(tensor: Tensor) -> object | None:
 def isolate(tree: T, device: torch.device | None = None, path: str = "payload") -> T:
     """Copy a payload for another party; changes by one do not affect the other.
 
-    Tensors are detached. On the CPU they are shared copy on write.
+    Tensors are detached. On the CPU they are shared copy on write. Subclasses of dict become dict.
 
     Args:
         tree: The payload.
@@ -266,7 +270,8 @@ def pack(tree: Payload) -> tuple[dict[str, Tensor], str]:
     """Convert a payload to named contiguous tensors and a JSON header.
 
     The header describes the structure, the plain values and the memory formats; floats are stored
-    exactly.
+    exactly. Tensors are named t0, t1 and so on, stay on their devices, and are copied only if they
+    are not dense in memory.
 
     Raises:
         PayloadError: If the tree is not a payload.
@@ -295,6 +300,8 @@ def pack(tree: Payload) -> tuple[dict[str, Tensor], str]:
 
 def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
     """Convert the tensors and the header that `pack` returned back to the payload.
+
+    Tensors are not copied.
 
     Raises:
         PayloadError: If the header is damaged, nested too deep, or does not fit the tensors.

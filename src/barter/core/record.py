@@ -70,10 +70,10 @@ class Round:
         return sum(values.values()) / len(values)
 
     def describe_clients(self, test: str) -> str:
-        """Return which clients a test set was used on, for labels; empty if it was all of them.
+        """Return how many clients a test set was used on, such as "3 sampled clients".
 
-        Clients count as sampled if they are those that took part in the round. Adversarial clients
-        are never evaluated.
+        The text is empty if it was all clients that are not adversarial; those are never evaluated.
+        The clients are "sampled" if they are exactly those that took part in the round.
         """
         honest = {k for k, metrics in self.clients.items() if "adversarial" not in metrics}
         tested = self.values(test).keys()
@@ -94,7 +94,11 @@ class Round:
         return sum(values.values()) / len(values) if values else None
 
     def traffic(self, direction: str) -> int:
-        """Return the total bytes "up" or "down"; evaluation does not count."""
+        """Return the bytes of all clients and methods together; evaluation does not count.
+
+        Args:
+            direction: "up" to the server or "down" to the clients.
+        """
         return sum(count[direction] for count in self.bytes.values())
 
     @property
@@ -106,8 +110,8 @@ class Round:
         """Return all numbers under flat names for experiment trackers.
 
         For each metric of clients METRIC/mean and METRIC/client-K, for those of the server
-        METRIC/server; then bytes/up, bytes/down, seconds/PHASE,
-        simulated_seconds/PHASE and failures, their number.
+        METRIC/server; then bytes/up, bytes/down, seconds/PHASE, simulated_seconds/PHASE, and the
+        number of failures as failures. Means are over the clients that report the metric.
         """
         flat: dict[str, float] = {}
         for metric in sorted({name for metrics in self.clients.values() for name in metrics}):
@@ -154,7 +158,10 @@ class Round:
         return record
 
     def _is_valid(self) -> bool:
-        """Return whether all fields have the types that they are declared with.
+        """Return whether the fields of a parsed record have usable types.
+
+        Checked are that all values, times and bytes are int or float, that `failures` and
+        `warnings` are lists and `wire` is a string, and that `primary` has one of its values.
 
         Raises:
             KeyError: If the seconds lack "round", or the bytes of a method "up" or "down".

@@ -100,13 +100,15 @@ class Defence:
         return RECOMMENDED[kind] if self.rule == "auto" else self.rule
 
     def defends(self, kind: Aggregate) -> bool:
-        """Return whether aggregates of this kind are computed by a robust rule."""
+        """Return whether aggregates of this kind are computed by a rule other than "none"."""
         return self.rule_for(kind) != "none"
 
     def keeps_weights(self, kind: Aggregate) -> bool:
-        """Return whether the rule is a mean over selected clients, with the method's weights.
+        """Return whether a caller of `combine` should give it the method's weights.
 
-        The other rules give clients equal weights: the number of its images is a client's claim.
+        Only with the rule "cosine", a mean over selected clients. With the other robust rules it
+        should give equal weights, since the number of its images is a client's claim. False for
+        "none" too: callers then compute the method's own mean, see `defends`.
         """
         return self.rule_for(kind) == "cosine"
 
@@ -118,21 +120,27 @@ class Defence:
         decides: Sequence[bool] | None = None,
         since: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """Aggregate the clients' answers entry by entry.
+        """Aggregate the clients' answers by the defence's rule.
+
+        The rules "none", "median" and "trimmed-mean" treat each entry on its own. The others compare
+        whole answers, over all blocks that decide, and average the clipped or the selected ones.
 
         Args:
             blocks: The parts of an answer, such as the tensors of a state; each has one row per
                 client (clients, ...).
-            kind: The kind of aggregate.
+            kind: What the answers are: states, logits, prototypes or sets. The rule "auto" depends
+                on it, and so does what "cosine" compares.
             weights: For each block the clients' weights, of a shape that broadcasts to the block's;
                 0 where a client has no value. None gives all clients the same weight.
             decides: For each block, whether it counts in norms and distances; None for all.
             since: For each block, the value that all clients started from, such as the weights that
-                the server sent. Norms and directions are those of the difference; None takes the
-                differences from the median of all clients.
+                the server sent. The rules "clip" and "cosine" (except for logits) take norms and
+                directions of the difference from it; None takes the difference from the median of
+                all clients.
 
         Returns:
-            One tensor per block, without the clients' axis. Entries that no client has are 0.
+            One tensor per block, without the clients' axis. Entries that no client has are 0, or
+            the value of `since` with the rule "clip".
         """
         rule = self.rule_for(kind)
         shares = _broadcast(blocks, weights)
@@ -182,7 +190,7 @@ class Defence:
         weights: Sequence[Tensor],
         centres: Sequence[Tensor],
     ) -> Tensor:
-        """Return each client's weight in the mean by a rule that looks at whole answers.
+        """Return each client's weight by Krum, multi-Krum or the geometric median.
 
         By Krum the client of the lowest score has weight 1 and all others 0; by multi-Krum the n -
         f lowest have 1, with f of `adversary_count`. Ties go to the client that comes first. The
@@ -213,17 +221,17 @@ class Defence:
         by: CosineBasis,
         agreement: Tensor | None = None,
     ) -> Tensor:
-        """Return for each client whether its answer points where those of the others do.
+        """Return for each client (clients,) whether its answer counts by the rule "cosine".
 
-        A client is left out if its norm exceeds three times the median norm, or if its cosine
-        similarity (`similarities`) is low in comparison with U, the upper quartile over clients.
-        At most the assumed number of adversarial clients is left out: norms first, then the lowest
-        similarities. FLAME (Nguyen et al., USENIX Security 2022) selects by cosines and bounds
-        norms too.
+        It does if it points where those of the others do. A client is left out if its norm exceeds
+        three times the median norm, or if its cosine similarity (`similarities`) is low in
+        comparison with U, the upper quartile over clients. At most the assumed number of
+        adversarial clients is left out: norms first, then the lowest similarities. FLAME (Nguyen et
+        al., USENIX Security 2022) selects by cosines and bounds norms too.
 
         Args:
             blocks: As in `combine`.
-            weights: As in `combine`.
+            weights: For each block the clients' weights, of the block's shape.
             starts: For each block, the value from which differences are taken.
             by: "norm" compares norms alone. "update": updates of honest clients can be orthogonal,
                 so only those below -U / 2 (and -0.05) are left out. "content": features of honest
@@ -231,7 +239,7 @@ class Defence:
                 (U < 0.3). "prediction": predictions (clients, ..., images, classes) are compared
                 without each client's mean over images, which shows what classes it has. Those below
                 U (1 + U) / 3 are left out: the more alike predictions are, the more alike they
-                must be. The same holds for U < 0.3.
+                must be. Again, nobody is if U < 0.3.
             agreement: For each client its `class_agreement`, which decides instead of the
                 similarity unless it is NaN; those below 1/3 are left out. None for none.
         """
@@ -260,7 +268,7 @@ class Defence:
     def agreeing_predictions(
         self, blocks: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> Tensor:
-        """Return for each client whether its predictions agree with those of the others.
+        """Return for each client (clients,) whether its predictions agree with the others'.
 
         They do by `agreeing` on "prediction", after the mean over classes was subtracted.
 
@@ -279,11 +287,12 @@ class Defence:
         weights: Sequence[Tensor] | None = None,
         kind: Aggregate = "sets",
     ) -> Tensor:
-        """Return for each client whether its set counts, given a summary of each set.
+        """Return for each client (clients,) whether its set counts, by the sets' summaries.
 
-        Krum and multi-Krum leave out the clients with the worst scores. The other rules leave out
-        clients whose distance from the aggregate exceeds three times the median distance. Of fewer
-        than three clients none is left out.
+        Krum and multi-Krum leave out the `adversary_count` clients with the highest scores, and
+        "cosine" those that `agreeing` by "content" finds. The other robust rules leave out clients
+        whose distance from the aggregate exceeds three times the median distance. The rule "none"
+        leaves out nobody, nor does any rule among fewer than three clients.
 
         Args:
             blocks: Summaries (clients, ...). One block (clients, classes, features) is taken as the
@@ -448,6 +457,12 @@ def similarities(
     Cosines are those of the differences from `starts`, over the entries that both clients have
     (positive weights). Pairs without a common entry, or with a zero difference, do not count; a
     client without a counting pair gets 0.
+
+    Args:
+        blocks: As in `Defence.combine`.
+        weights: For each block the clients' weights, of the block's shape.
+        starts: For each block the value from which differences are taken, without the clients'
+            axis.
     """
     n = len(blocks[0])
     dots = torch.zeros(n, n, dtype=torch.double, device=blocks[0].device)
@@ -547,7 +562,7 @@ def clip_factors(
     """Return the factor by which each client's difference from the centre is scaled down.
 
     Differences are clipped to the median of all clients' `distances` from the centre: the factor is
-    median / own distance, at most 1.
+    median / own distance, at most 1. The arguments are those of `distances`.
     """
     norms = distances(blocks, weights, centres)
     return (median(norms) / norms.clamp_min(TINY)).clamp_max(1.0)
@@ -593,7 +608,7 @@ def active() -> Defence:
 
 @contextmanager
 def using(defence: Defence) -> Iterator[None]:
-    """Aggregate by this defence inside the block, by the former one after it."""
+    """Make a defence the process's active one inside the block, then restore the former."""
     global _active
     before = _active
     _active = defence
@@ -616,7 +631,8 @@ def aggregate(rows: Tensor, kind: Aggregate, weights: Tensor | None = None) -> T
 def without_outliers(values: Tensor, kind: Aggregate) -> Tensor:
     """Replace non-negative values (clients,) above three times their median by 0.
 
-    Without a defence of this kind of aggregate, all values stay. Gradients reach the others.
+    A run whose defence does not apply to this kind of aggregate keeps all values. Gradients flow to
+    the values that stay, not to those replaced.
     """
     if not _active.defends(kind):
         return values
@@ -629,5 +645,8 @@ def select(
     weights: Sequence[Tensor] | None = None,
     kind: Aggregate = "sets",
 ) -> Tensor:
-    """Return for each client whether its set counts by the run's defence; see `Defence.keep`."""
+    """Return for each client (clients,) whether its set counts by the run's defence.
+
+    The arguments are those of `Defence.keep`.
+    """
     return _active.keep(blocks, weights, kind)

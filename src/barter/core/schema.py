@@ -82,17 +82,17 @@ class Schema:
     def is_present(self, algorithm: object) -> bool | None:
         """Return whether a part must be present; None if no `When` decides it.
 
-        It must be if the algorithm's field or property that `When` names is true, or does not
-        exist.
+        True if the algorithm's field or property that `When` names is true, or does not exist.
+        False means that the part must be absent or, if it is no NotRequired key, an empty tensor.
         """
         return bool(getattr(algorithm, self.when, True)) if self.when else None
 
     def children(self) -> tuple[Schema, ...]:
-        """Return the schemas of the types inside of this one."""
+        """Return the schemas directly inside of this one, such as those of a record's keys."""
         return ()
 
     def walk(self) -> Iterator[Schema]:
-        """Yield this schema and all schemas inside of it."""
+        """Yield this schema and all schemas inside of it at any depth, depth first."""
         yield self
         for child in self.children():
             yield from child.walk()
@@ -201,7 +201,13 @@ class UnionSchema(Schema):
 
 
 def has_structure(tree: object, schema: Schema) -> bool:
-    """Return whether a part of a payload has the outer structure of a type."""
+    """Return whether a part of a payload has the outer structure of a type.
+
+    That is a dict for TypedDicts, States and dicts, whatever its keys; a list or tuple for both of
+    these, of the right length for a tuple with a type for each entry; a tensor for a tensor. For
+    all other types, also Any, it is a single value that is no tensor. What lies inside does not
+    count.
+    """
     match schema:
         case RecordSchema() | StateSchema() | DictSchema():
             return isinstance(tree, dict)
@@ -219,8 +225,8 @@ def has_structure(tree: object, schema: Schema) -> bool:
 def choose_member(tree: object, union: UnionSchema) -> Schema | None:
     """Return the first member of a union that a part of a payload can be, else None.
 
-    The outer structure decides, for a TypedDict also the keys, and for a State that all values are
-    tensors. What lies inside is not compared.
+    The outer structure (`has_structure`) decides. A dict can be a TypedDict if that has all of its
+    keys, and a State if all values are tensors. What lies inside is not compared.
     """
 
     def can_be(member: Schema) -> bool:
@@ -243,13 +249,15 @@ class MethodSchema:
 
 
 def compile_method(algorithm: object, method: str) -> MethodSchema:
-    """Return the schema of a remote method, compiled at the class's first call.
+    """Return the schema of a remote method's arguments and answer.
 
-    What is not annotated, or cannot be evaluated, may be any payload; `barter check` reports it.
+    It is compiled once for each class and method. What is not annotated, or cannot be evaluated,
+    may be any payload; `barter check` reports it.
 
     Args:
         algorithm: The algorithm.
-        method: The method's name. One that the class does not have may return any payload.
+        method: The method's name. One that the class does not have has no parameters and may
+            return any payload.
 
     Raises:
         TypeError: If an annotation does not apply to its type, or the name of a size is ambiguous.

@@ -12,7 +12,9 @@ __all__ = ["scope", "stream_seed"]
 
 
 def stream_seed(seed: int, *path: object) -> int:
-    """Return the seed of a path's random stream, derived from seed and path only.
+    """Return the seed of a path's random stream, from 0 to 2**63 - 1.
+
+    It is a hash of the texts of seed and path, so it is the same in every process.
 
     >>> from barter.core.seeds import stream_seed
     >>> stream_seed(0, 1, "learn", 2) == stream_seed(0, 1, "learn", 2)

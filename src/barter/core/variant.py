@@ -33,8 +33,9 @@ def differences_from_paper(algorithm: Algorithm[Any, Any]) -> list[Difference]:
     """Compare a method with its preset "paper", field by field.
 
     Returns:
-        The fields whose values differ; empty for a method without such a preset, whose default is
-        the paper's, and for the preset itself.
+        The fields whose values differ, in the order of the class; empty for a method without such a
+        preset, whose default is the paper's, and for the preset itself. Fields without a default
+        never differ.
     """
     kind = type(algorithm)
     if PAPER_PRESET not in kind.presets:

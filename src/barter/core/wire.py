@@ -77,7 +77,7 @@ class Wire:
         return self.deliver(received, method, client, direction)
 
     def during_call(self, round: int) -> AbstractContextManager[None]:
-        """Encode what several clients are sent inside the block once."""
+        """Inside the block, encode a tensor that several clients are sent only once."""
         return nullcontext() if self.codec is None else self.codec.during_call(round)
 
     def transmit(
@@ -130,7 +130,10 @@ class Wire:
         return received
 
     def count(self, tree: object, method: str, client: int, direction: Direction) -> None:
-        """Count the bytes of a payload as it is sent; for one that goes to several clients."""
+        """Add the encoded size of a payload to the bytes of one client.
+
+        For a payload that was encoded once and goes to several clients.
+        """
         self._bytes[method, client, direction] += encoded_nbytes(tree, method)
 
     def bytes_of(self, method: str, client: int, direction: Direction) -> int:
@@ -138,7 +141,7 @@ class Wire:
         return self._bytes[method, client, direction]
 
     def count_all(self, tree: object, method: str, clients: Iterable[int]) -> None:
-        """Count a payload that was checked and goes down to several clients."""
+        """Add the size of a payload that goes down as it is to the bytes of each client."""
         size = nbytes(tree)
         for client in clients:
             self._bytes[method, client, "down"] += size

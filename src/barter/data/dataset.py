@@ -71,7 +71,10 @@ class Dataset:
                 )
 
     def fingerprint(self) -> str:
-        """Return a hash of all images, labels and domains, 16 hexadecimal digits."""
+        """Return a hash of all images, labels and domain numbers, 16 hexadecimal digits.
+
+        Names of classes and domains do not count.
+        """
         train = (self.x_train, self.y_train, self.domain_train)
         test = (self.x_test, self.y_test, self.domain_test)
         return fingerprint(*train, *test)
@@ -94,12 +97,12 @@ def build_dataset(
     held_out: bool = False,
     notes: tuple[str, ...] = (),
 ) -> Dataset:
-    """Build a data set from NHWC arrays.
+    """Build a data set from NHWC arrays, which are not checked (see `from_arrays`).
 
     Args:
         name: The name of the data set.
-        arrays: x_train, y_train, x_test and y_test.
-        classes: Names of the classes; their numbers by default.
+        arrays: x_train, y_train, x_test and y_test; images are bytes.
+        classes: Names of the classes; by default numbers, up to the largest label.
         domains: Names of the domains, and the domain of each training and test image. By default
             there is one domain.
         held_out: Whether the test images were split off from the training images.
@@ -132,9 +135,10 @@ def _as_tensor(given: Any) -> Tensor:
 
 
 def test_mask(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a mask of samples to hold out for testing: every fifth of each group.
+    """Return a mask, true for samples to hold out for testing: every fifth of each group.
 
-    The first of each group is held out, then the sixth, and so on.
+    The first of each group is held out, then the sixth, and so on; a group of one sample is held
+    out.
 
     Args:
         groups: The group of each sample, such as its class.
@@ -151,13 +155,13 @@ def hold_out_mask(
     labels: np.ndarray[Any, Any],
     domains: np.ndarray[Any, Any],
 ) -> np.ndarray[Any, Any]:
-    """Return a mask of the images to hold out for testing: a fifth of each domain.
+    """Return a mask, true for images to hold out for testing: a fifth of each domain.
 
     With the rule "position", a hash of an image's name decides: its position in an array, or its
     file name without the folder of its class. Neither pixels nor labels matter, so that replacing
-    an image, or correcting its label, moves no image between training and test. The rule "class"
-    holds out every fifth image of each class: a changed label moves all later images of two
-    classes.
+    an image, or correcting its label, moves no image between training and test. A fifth of the
+    names is held out, rounded up. The rule "class" holds out every fifth image of each class of a
+    domain, by `test_mask`: a changed label moves all later images of two classes.
 
     Args:
         rule: "position" or "class".
@@ -182,6 +186,9 @@ def _name_hash(name: str) -> bytes:
 
 def require_names(given: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError if a required array is missing or a name is unknown.
+
+    `NEEDED` arrays are required; x_test and y_test come together, and with `domains` each part
+    needs its domain numbers.
 
     Args:
         given: Arrays by name.
@@ -212,7 +219,8 @@ def require_headers(given: Mapping[str, np.ndarray[Any, Any]], where: str) -> No
         where: Where the arrays come from, for messages.
 
     Raises:
-        ConfigError: If these arrays cannot be a data set.
+        ConfigError: If a name is missing or unknown, images are no numbers of three or four axes,
+            labels or domains are not one per image, or names take too much memory.
     """
     require_names(given, where)
     for part in ("train", "test"):
@@ -241,7 +249,8 @@ def from_arrays(
     Without test images, a fifth of the training images of each domain is held out.
 
     Args:
-        source: Arrays by name, see `NEEDED` and `OPTIONAL`.
+        source: Arrays by name, see `NEEDED` and `OPTIONAL`. Images are NHWC or NHW, bytes or floats
+            between 0 and 1; labels and domains are numbers from 0 on.
         name: The name of the data set.
         where: Where the arrays come from, for messages.
         hold_out: How test images are chosen if there are none, see `hold_out_mask`.
@@ -408,12 +417,14 @@ def from_python(
 
     Args:
         given: A `Dataset`, arrays (x_train, y_train[, x_test, y_test]), a dict of named arrays, a
-            PyTorch data set, a pair (train, test) of those, or a list with one of these per
-            client. In a list every client is a domain.
+            PyTorch data set, a pair (train, test) of PyTorch data sets, or a list with one of these
+            per client. In a list every client is a domain. Images in arrays have their channels
+            last, in tensors first; they are bytes, or floats between 0 and 1.
         name: The name of the data set.
-        size: Side of the square that PIL images are resized to; None keeps their size.
-        tests: Images and labels of the global test set, if `given` is a list. By default the
-            clients' test images are joined.
+        size: Side of the square that PIL images are resized to; None keeps their size. Other images
+            keep their size.
+        tests: Images (NHWC, bytes) and labels of the global test set, if `given` is a list; ignored
+            otherwise. By default the clients' test images are joined.
         hold_out: How test images are chosen if there are none, see `hold_out_mask`.
 
     Raises:

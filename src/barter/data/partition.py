@@ -41,7 +41,9 @@ class Partition:
     def split(
         self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
     ) -> list[Indices]:
-        """Return the indices of each client; subclasses implement this.
+        """Return the indices of each client's samples, in any order; subclasses implement this.
+
+        A sample is given to one client or to none. Callers use `__call__`, which checks the result.
 
         Args:
             labels: The class of every sample.
@@ -340,9 +342,10 @@ class Listed(Partition):
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> Listed:
-        """Return the partition that gives each client the samples of its list.
+        """Return the partition that gives client k the samples of list k, at least one.
 
-        Indices are checked when it is called. A configuration stores a hash of the lists.
+        Indices are into the training images; they are checked when the partition is called. A
+        configuration stores a hash of the lists alone: a partition read from it cannot split.
         """
         parts = [np.asarray(part, dtype=None if len(part) else np.int64) for part in lists]
         text = "/".join(",".join(map(str, part.tolist())) for part in parts)

@@ -408,8 +408,10 @@ def load_dataset(
             for custom data.
         root: The folder that holds named data sets.
         download: Whether to download a named data set that is missing.
-        size: Side of the square that image files are resized to.
-        hold_out: How test images are chosen if the source has none; a name of `SOURCES` always has.
+        size: Side of the square that image files, and PIL images from custom data, are resized to;
+            None resizes files to 64 pixels and keeps the size of PIL images. Arrays keep theirs.
+        hold_out: How test images are chosen if the source has none (`hold_out_mask`); a name of
+            `SOURCES` always has.
 
     Raises:
         ConfigError: If the source is unknown, missing or damaged.

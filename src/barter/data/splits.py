@@ -55,10 +55,10 @@ class _Arrays(pickle.Unpickler):
 
 
 def clients_in(path: Path) -> int:
-    """Return the number of clients of a split.
+    """Return the number of clients in a folder with one file train/K.npz per client.
 
     Raises:
-        ConfigError: If there are no files, or a number is missing.
+        ConfigError: If there are no such files, or a number K from 0 on is missing.
     """
     found = sorted(
         int(file.stem) for file in (path / "train").glob("*.npz") if file.stem.isdecimal()
@@ -74,7 +74,7 @@ def clients_in(path: Path) -> int:
 
 
 def read_split(path: Path, name: str) -> Dataset:
-    """Load a split as a data set; every client is a domain with its own test set.
+    """Load data with one file per client; every client is a domain with its own test set.
 
     Args:
         path: The folder with train/, test/ and maybe test.npz.
@@ -132,9 +132,9 @@ def write_split(
     Args:
         path: A new or empty folder.
         train: Training images of each client.
-        tests: Test images of each client.
+        tests: Test images of each client, which may be images of `test`.
         test: The global test set.
-        classes: Names of the classes.
+        classes: Names of the classes, which every file repeats.
 
     Raises:
         ConfigError: If the path exists and is not an empty folder.

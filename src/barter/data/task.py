@@ -89,9 +89,11 @@ class Data:
 
 
 def with_absolute_paths(data: Data) -> Data:
-    """Return the data with absolute paths, for processes that run in other folders.
+    """Return a copy with absolute paths, for processes that run in other folders.
 
-    These are `root`, and the paths of sources such as npz:PATH; names of sources stay.
+    These are `root`, and the paths in `source` and `public`, such as npz:PATH; names of sources
+    stay. Relative paths count from the current folder. The copy lacks a data set that was given in
+    Python.
     """
 
     def absolute(source: str) -> str:
@@ -129,7 +131,13 @@ class Task:
     notes: tuple[str, ...] = ()  # changes made to the images without being configured
 
     def summary(self, source: str) -> str:
-        """Return one line with the numbers of images and classes, image size and colours."""
+        """Return one line with the numbers of images and classes, image size and colours.
+
+        Validation images do not count as training images.
+
+        Args:
+            source: The name of the data, with which the line begins.
+        """
         spec = self.spec
         colours = {1: "grey", 3: "colour"}.get(spec.channels, f"{spec.channels} channels")
         input_size = f"{spec.width}x{spec.height}"
@@ -148,7 +156,7 @@ class Task:
         return line
 
     def class_table(self) -> Tensor:
-        """Return the number of training images (clients, classes), without validation."""
+        """Return the numbers of training images (clients, classes), without validation images."""
         return torch.stack([images.class_counts().cpu() for images in self.train])
 
 
@@ -162,6 +170,9 @@ def make_task(
     shared: bool = False,
 ) -> Task:
     """Load the data, split it over the clients, and put it on the device.
+
+    A client's local test set has the distribution of its training images, unless every client
+    brought its own test images. With `data.validation`, some training images are held out.
 
     Args:
         data: The data source and how images are prepared.
@@ -254,9 +265,12 @@ def make_task(
 def place_clients(task: Task, devices: Sequence[torch.device]) -> Task:
     """Return the task with every client's images on its device.
 
+    These are its training, local test and validation images. The global test set, the global
+    validation set and public images stay where they are.
+
     Args:
         task: The data of all clients.
-        devices: The device of each client.
+        devices: The device of each client, in order.
     """
 
     def place(parts: Sequence[Images]) -> list[Images]:
@@ -287,14 +301,17 @@ def split_validation(
     Args:
         dataset: The data of all clients.
         part: Indices of the client's training images.
-        share: The fraction of them that is held out.
+        share: The fraction of them that is held out, see `validation_size`; 0 holds out nothing.
         seed: The run's seed.
         client: The client's id; every client has its own random stream.
         by_class: Whether labels matter. If not, a changed label moves no image, as the privacy of a
             site's own data requires.
 
     Returns:
-        Indices for training and for validation, each in the order of `part`.
+        Indices for training, then for validation, each in the order of `part`.
+
+    Raises:
+        ConfigError: If the client has fewer than two images.
     """
     count = validation_size(len(part), share, f"client {client}")
     rng = np.random.default_rng(stream_seed(seed, "validation", client))
@@ -318,7 +335,7 @@ def _together(parts: Sequence[Images], spec: Spec) -> Images:
 
 
 def validation_size(images: int, share: float, owner: str) -> int:
-    """Return how many training images a client holds out for validation.
+    """Return how many training images a client holds out for validation: share * images, rounded.
 
     At least one image is held out, and at least one remains for training.
 
@@ -341,15 +358,18 @@ def validation_size(images: int, share: float, owner: str) -> int:
 
 
 def own_data(data: Data, source: str) -> tuple[Dataset, Spec, Augment]:
-    """Load the data of a single client.
+    """Load the data of a single client, which no partition splits.
 
     Args:
-        data: How images are prepared.
-        source: Where this client's data come from.
+        data: How images are prepared; its source is not used.
+        source: Where this client's data come from, as `Data.source`.
 
     Returns:
         The data set, its spec, and its augmentation. All clients together may agree on another
         spec.
+
+    Raises:
+        ConfigError: If the data cannot be loaded.
     """
     dataset = replace(data, source=source).load()
     return dataset, _spec(dataset, data.size), _augment(dataset, data)
@@ -392,7 +412,8 @@ def _spec(dataset: Dataset, size: int | None) -> Spec:
 def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
     """Load the public images; None if the configuration names no public source.
 
-    They are the training images of the source `data.public`, without augmentation.
+    They are the training images of the source `data.public`, without augmentation. They get the
+    task's spec, so that their labels may be beyond its classes (see `require_labels`).
 
     Raises:
         ConfigError: If they cannot be loaded, or have another number of channels than the task.
@@ -408,7 +429,7 @@ def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
 
 
 def overlap_note(count: int) -> str:
-    """Return the sentence that this number of public images are training images."""
+    """Return text for messages that this number of public images are training images too."""
     verb = "image is a training image" if count == 1 else "images are training images"
     return f"{count:,} public {verb} too"
 

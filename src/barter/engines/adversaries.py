@@ -111,14 +111,15 @@ def choose(adversaries: Adversaries, clients: int, seed: int) -> tuple[int, ...]
 
 
 def flip_labels(data: Images) -> Images:
-    """Return images with the label y of each replaced by classes - 1 - y."""
+    """Return new images with each label y replaced by classes - 1 - y; pixels are shared."""
     return Images(data.pixels, data.spec.classes - 1 - data.labels, data.spec, data.augment)
 
 
 def uploads(algorithm: Algorithm[Any, Any]) -> set[Part]:
-    """Return which parts clients' answers have, by the methods' return types.
+    """Return the kinds of parts in clients' answers: weights, logits, features, images.
 
-    All methods of `crosses` count, also those that a configuration does not call.
+    They follow from the methods' return types. All methods of `crosses` count, also those that a
+    configuration does not call.
     """
     found: set[Part] = set()
     for method in algorithm.crosses:
@@ -147,7 +148,7 @@ def poison(
         method: The remote method.
         references: States that the client's training may have started from: what it received, then
             its own network before the call. An update is the difference from the first that fits.
-        stream: Random numbers of this client and call.
+        stream: A CPU generator, which only random logits and images draw from.
     """
     targets = TARGETS.get(adversaries.attack, ())
     scale = adversaries.scale
@@ -207,7 +208,7 @@ def _start(name: str, value: Tensor, references: list[State]) -> Tensor:
 
 
 def states_in(tree: Payload) -> Iterator[State]:
-    """Yield all non-empty dicts that hold tensors only, outer ones first."""
+    """Yield a copy of each non-empty dict in a payload that holds tensors only, in order."""
     if isinstance(tree, Mapping):
         if tree and all(isinstance(value, Tensor) for value in tree.values()):
             yield dict(tree)

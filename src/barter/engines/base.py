@@ -92,7 +92,7 @@ class BaseEngine:
 
     @property
     def client_ids(self) -> Sequence[int]:
-        """Return the ids of all clients."""
+        """Return the ids of all clients in ascending order."""
         raise NotImplementedError
 
     def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
@@ -100,7 +100,11 @@ class BaseEngine:
 
         Args:
             method: The method's name.
-            args: Client -> its arguments.
+            args: Client -> its arguments after the client.
+
+        Returns:
+            The accepted answers and the failures, which are recorded too. It is the caller
+            (`Clients`) that requires `min_clients` answers.
         """
         raise NotImplementedError
 
@@ -121,7 +125,7 @@ class BaseEngine:
 
     @contextmanager
     def count_server_work(self) -> Iterator[None]:
-        """Add the server's work inside the block to the simulated time, if there is any."""
+        """Count the server's operations inside the block, if time is simulated (`clock`)."""
         if self.clock is None:
             yield
             return
@@ -154,9 +158,10 @@ class BaseEngine:
         return {k: min(claimed[k], most) for k in clients}
 
     def cap_counts(self, answer: Payload, method: str, client: int, claims: Set[str]) -> Payload:
-        """Scale down an answer's image counts if the client's image number was capped.
+        """Scale down an answer's image counts if the client's number of images was capped.
 
-        Counts are multiplied by capped / claimed images and rounded up.
+        Counts are multiplied by capped / claimed number of images (`image_counts`) and rounded up.
+        Without a cap the answer is returned as it is, otherwise a changed copy.
 
         Args:
             answer: The client's answer.
@@ -248,9 +253,10 @@ class BaseEngine:
     def receive_answer(
         self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
     ) -> Payload:
-        """Count an answer's parts as released, check the answer, return it isolated.
+        """Count an answer's parts as released, decode and check it, and return a copy.
 
-        The parts of a rejected answer count as released too.
+        The parts of a rejected answer count as released too. The bytes of an accepted one are added
+        to the traffic.
 
         Args:
             answer: The client's answer.
@@ -268,9 +274,9 @@ class BaseEngine:
         return self.check_answer(answer, method, client, sent, size)
 
     def open_answer(self, answer: Payload, method: str, client: int) -> tuple[Payload, int | None]:
-        """Return an answer as the server decodes it, and its encoded size.
+        """Return an answer as the server decodes it, and its encoded size in bytes.
 
-        The size is None if answers are sent as they are.
+        The size is None if answers are sent as they are. Nothing is counted.
         """
         return self.wire.transmit(answer, method, client, "up")
 
@@ -282,10 +288,11 @@ class BaseEngine:
         sent: tuple[Any, ...],
         size: int | None = None,
     ) -> Payload:
-        """Check a decoded answer whose parts were counted, and return it isolated.
+        """Check a decoded answer, count its bytes, and return a copy that shares no memory.
 
-        Image counts are capped, see `cap_counts`. The engine of a single site has no server: there
-        the answer passes and is checked by the server that receives it.
+        Image counts are capped, see `cap_counts`. Released parts must have been counted before. The
+        engine of a single site has no server: there the answer passes and is checked by the server
+        that receives it.
 
         Args:
             answer: The answer.
@@ -311,8 +318,10 @@ class BaseEngine:
     ) -> dict[int, Failure]:
         """Remove answers from a call that are far larger than the others'.
 
-        They are those that `compare_answers` finds excessive, and uploaded networks that fail on
-        random images or have far larger logits (`find_large_logits`).
+        Only answers that `check_answer` has seen since the last call of this function are compared;
+        without a server none is. Removed are those that `compare_answers` finds excessive, and
+        uploaded networks that fail on random images or have far larger logits
+        (`find_large_logits`).
 
         Args:
             method: The remote method.
@@ -320,7 +329,7 @@ class BaseEngine:
             args: Client -> its arguments.
 
         Returns:
-            The failures of the clients whose answers were removed.
+            The failures of the clients whose answers were removed; they are not recorded yet.
         """
         server = self.server
         valid = {k: self._valid[k] for k in sorted(answers) if k in self._valid}
@@ -370,7 +379,7 @@ class BaseEngine:
         """Return the clients whose uploaded network fails on random images, and why.
 
         A network fails if it raises, or its logits are far larger than those of the others (see
-        `find_large_logits`).
+        `find_large_logits`). Parts of a network are not tried.
         """
         peaks: dict[int, torch.Tensor] = {}
         initial: dict[int, torch.Tensor] = {}
@@ -397,8 +406,8 @@ class BaseEngine:
     ) -> tuple[Classifier, torch.Tensor] | None:
         """Return a network to try out uploaded weights, and its largest initial logit.
 
-        There is one for each architecture and number of weights. None if the weights are only a
-        part of a network.
+        There is one for each architecture and number of weights, kept from call to call; `probe`
+        changes its weights. None if the weights are only a part of a network.
         """
         size = sum(value.numel() for value in weights.values())
         key = ("server" if whose == "server" else server.names.get(client, str(client)), size)
@@ -418,7 +427,7 @@ class BaseEngine:
         counts |= {part: counts.get(part, 0) + 1 for part in parts}
 
     def parts(self, method: str, answer: Payload) -> list[str]:
-        """Return the names of the parts that an answer releases.
+        """Return the names of the parts of an answer that a client releases by sending it.
 
         They are those of `nonempty_parts`, or the test results of an evaluation. An evaluation
         without any releases nothing: it reports the privacy spent only.
@@ -444,7 +453,7 @@ class BaseEngine:
         return failure
 
     def failure(self, client: int, method: str, error: Exception) -> Failure:
-        """Return a failure that describes an error, without recording it."""
+        """Return a failure of this round that describes an error, without recording it."""
         details = "".join(traceback.format_exception(error))
         return Failure(client, method, self.round, f"{type(error).__name__}: {error}", details)
 
@@ -460,7 +469,10 @@ class BaseEngine:
         return self.evaluation.includes(client, self.client_ids, self.participants | joining)
 
     def clients_due(self) -> Set[int]:
-        """Return the clients that are evaluated in this round."""
+        """Return the clients that are evaluated in this round; none if it is not due.
+
+        If only sampled clients are evaluated, they are those that have answered a call so far.
+        """
         if not self.evaluation.is_due(self.round, self.last_round):
             return set()
         return self.evaluation.choose(self.client_ids, self.participants)
@@ -476,14 +488,14 @@ class BaseEngine:
         }
 
     def stream(self, name: str) -> torch.Generator:
-        """Return a random generator of the server for this round and purpose.
+        """Return a random generator of the server for this round and purpose, on the CPU.
 
         Each call returns a new one in the same initial state.
         """
         return torch.Generator().manual_seed(seeds.stream_seed(self.seed, self.round, name))
 
     def count_call(self, method: str, client: int) -> int:
-        """Count a call of a method, and return the number of earlier ones this round.
+        """Count a client's call of a method; return the number of earlier ones this round.
 
         The number is part of the random stream's name, so that repeated calls draw anew.
         """
@@ -500,9 +512,10 @@ class BaseEngine:
         return self._calls
 
     def repeat(self, method: str, client: int, before: int) -> None:
-        """Set the number of earlier calls of a method in this round.
+        """Set the number of a client's earlier calls of a method in this round to `before`.
 
-        A repeated call then draws from the same random stream.
+        The next call then draws from the random stream of the one that `count_call` returned
+        `before` for.
         """
         self._calls_in_round()[self.round, method, client] = before
 
@@ -527,7 +540,7 @@ class BaseEngine:
     def advance(self, amount: float) -> None:
         """Report progress to the monitor; a client's call adds up to 1 at most.
 
-        Outside of a call, the amount is reported as it is.
+        What exceeds 1 is not reported. Outside of a call, the amount is reported as it is.
         """
         lane = id(lanes.current_lane())
         amount = min(amount, self._credit.get(lane, math.inf))

@@ -36,7 +36,7 @@ class DeferredCall:
         return str(self.path[1])
 
     def stream(self, client: int) -> tuple[Any, ...]:
-        """Return the path of the random stream that the call has at a client."""
+        """Return the path of its random stream at a client: (round, method, client, ...)."""
         return (*self.path[:2], client, *self.path[2:])
 
 
@@ -49,7 +49,16 @@ class Deliveries:
         self.received: dict[int, int] = {}  # Client -> number of the last delivery it received.
 
     def add(self, algorithm: Algorithm[Any, Any], path: tuple[Any, ...], args: Any) -> None:
-        """Add a delivery for all clients; earlier ones are reduced to what it leaves of them."""
+        """Add a deferred call of all clients.
+
+        Earlier calls of the same method that wait are reduced to what the new one leaves of them,
+        or dropped (`Algorithm.remaining`).
+
+        Args:
+            algorithm: The algorithm.
+            path: The call's `DeferredCall.path`: round, method, and how often if called before.
+            args: The method's arguments after the client.
+        """
         self.last += 1
         new = DeferredCall(self.last, path, args)
         log = []
@@ -62,19 +71,19 @@ class Deliveries:
         self.log = [*log, new]
 
     def pending(self, client: int) -> list[DeferredCall]:
-        """Return the deliveries that a client has not received yet."""
+        """Return the deferred calls that a client has not received yet, in their order."""
         received = self.received.get(client, 0)
         if received == self.last:
             return []
         return [delivery for delivery in self.log if delivery.number > received]
 
     def note(self, client: int) -> None:
-        """Note that a client has received all deliveries."""
+        """Note that a client has received all deferred calls so far."""
         if self.last:
             self.received[client] = self.last
 
     def memory(self) -> Payload:
-        """Return what a checkpoint stores."""
+        """Return the deferred calls and who has received them, for a checkpoint."""
         log = [[d.number, list(d.path), list(d.args)] for d in self.log]
         return {"log": log, "last": self.last, "received": dict(self.received)}
 
@@ -86,9 +95,9 @@ class Deliveries:
 
 
 def is_deferrable(algorithm: Algorithm[Any, Any], method: str) -> bool:
-    """Return whether a method may run later than it is called.
+    """Return whether a method may run later than it is called: `deferrable` names it.
 
-    A class that overrides such a method must declare again that the new one may.
+    A class that overrides the method must declare `deferrable` anew; otherwise the result is False.
     """
     if method not in algorithm.deferrable:
         return False

@@ -142,18 +142,21 @@ class Worker:
             os.write(self.orders, KEY.pack(key))
 
     def dismiss(self) -> None:
-        """Tell the process to exit, since there are no more jobs."""
+        """Tell the process to exit, since there are no more jobs; does not wait for it."""
         os.close(self.orders)
         self.orders = -1
         self.busy = None
 
     def end(self) -> None:
-        """Kill the process because its job exceeded the timeout."""
+        """Kill the process and mark it as late: its job exceeded the timeout."""
         self.late = True
         os.kill(self.pid, signal.SIGKILL)
 
     def bury(self) -> int:
-        """Close the pipes, wait for the process to end, and return its wait status."""
+        """Close pipes and result, wait for the process to end, and return its wait status.
+
+        It does not end the process: `dismiss` or a kill must come first.
+        """
         for descriptor in (self.orders, self.reports, self.result):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -173,15 +176,15 @@ def run_in_processes(
     Args:
         jobs: The jobs, by key.
         width: The largest number of processes at once; each runs one job after the other.
-        begin: Called once in each process with its monitor.
+        begin: Called once in each process with its monitor, whose progress goes to `advance`.
         advance: Called in this process with the progress that the others report.
         timeout: Seconds after which a job's process is killed; None for no limit.
         threads: The number of threads that torch uses in each process.
 
     Yields:
         (key, result, "") for a job that is done, (key, None, reason) for one whose process died.
-        A job that raises ends its process. Jobs start in the order of `jobs`; if the caller stops
-        the iteration, all processes are killed.
+        A job that raises ends its process, with its traceback on standard error. Jobs start in the
+        order of `jobs`; if the caller stops the iteration, all processes are killed.
     """
     known = {k: _share(job.known) for k, job in jobs.items()}
     waiting = list(jobs)

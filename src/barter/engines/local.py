@@ -49,9 +49,9 @@ FORK_SECONDS = 0.1  # A shorter call costs less than a process of its own.
 
 
 def device_slot(client: int, devices: int) -> int:
-    """Return which of a run's devices a client computes on.
+    """Return the index of a client's device among the run's: its id modulo their number.
 
-    It depends on the client's id alone: not on the clients that take part in a round.
+    It does not depend on the clients that take part in a round.
     """
     return client % devices
 
@@ -179,7 +179,7 @@ class LocalEngine(BaseEngine):
         return self._ids
 
     def store_states(self, states: ClientStates) -> None:
-        """Put clients to rest from now on, as `states` decides."""
+        """Let `states` put clients to rest from now on, to save memory."""
         self.states = states
         states.on_rest = self._leave_device
 
@@ -217,7 +217,7 @@ class LocalEngine(BaseEngine):
         return super().tests_due(client, method) if self.tested is None else self.tested
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the order in which clients run; any order gives the same result."""
+        """Return the order in which clients run, here by id; any order gives the same result."""
         return sorted(ids)
 
     def call(
@@ -233,7 +233,9 @@ class LocalEngine(BaseEngine):
 
         Returns:
             The answers that were accepted, and the failures: clients that raised, whose process
-            died, or whose answer was invalid or an outlier. No exception of a client is raised.
+            died, that the simulated network lost, or whose answer was invalid or an outlier. No
+            exception of a client is raised. With many clients, a deferrable method runs later and
+            all answers are None (`Replies.deferred`).
         """
         if self._may_defer(method, args):
             return self._defer(method, args)
@@ -253,8 +255,8 @@ class LocalEngine(BaseEngine):
     ) -> tuple[dict[int, Any], dict[int, Failure]]:
         """Run a method on the clients that the simulated network reaches, and add its time.
 
-        A client whose answer comes too late is as it was before the call, except that what it
-        released stays counted.
+        Returns the answers and the failures by client. A client whose answer comes too late is as
+        it was before the call, except that what it released stays counted.
         """
         unreachable = clock.begin_call(method, args, self.round)
         reached = {k: args[k] for k in args if k not in unreachable}
@@ -284,13 +286,16 @@ class LocalEngine(BaseEngine):
         return answers, failures
 
     def _bytes(self, method: str, k: int) -> tuple[int, int]:
-        """Return the bytes of a client's calls so far, down and up."""
+        """Return the bytes of a client's calls of a method in this round so far, (down, up)."""
         return self.wire.bytes_of(method, k, "down"), self.wire.bytes_of(method, k, "up")
 
     def _call_all(
         self, method: str, args: Mapping[int, tuple[Any, ...]]
     ) -> tuple[dict[int, Any], dict[int, Failure]]:
-        """Run a method on clients; return the answers and the failures."""
+        """Run a method on clients; return the answers and the failures by client.
+
+        Outliers among the answers are not dropped yet, and failures not recorded.
+        """
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         for k in set(self.adversarial) & set(args):
@@ -340,7 +345,10 @@ class LocalEngine(BaseEngine):
         return same and is_deferrable(self.algorithm, method)
 
     def _defer(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
-        """Check and count what all clients receive; they run the method when they next take part."""
+        """Check and count what all clients receive, and defer the call.
+
+        They run the method when they next take part. The replies are None for all clients.
+        """
         first = self._ids[0]
         with self.phase(method, len(args)):
             received = self.wire.carry(args[first], method, first, "down")
@@ -366,7 +374,7 @@ class LocalEngine(BaseEngine):
         self.deliveries.note(client.id)
 
     def deliver_all(self) -> None:
-        """Run all deferred methods, at all clients."""
+        """Run all deferred methods now, at all clients that have not run them yet."""
         for k, client in self.clients.items():
             if self.deliveries.pending(k):
                 with self._using(DELIVERY, k):
@@ -405,7 +413,7 @@ class LocalEngine(BaseEngine):
             return self._call_awake(method, k, args)
 
     def _call_awake(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
-        """Run the call of a client that stays in memory meanwhile."""
+        """Run a client's call as `_call_here` does; the caller keeps the client in memory."""
         received = self.wire.carry(args, method, k, "down", self.clients[k].device)
         start = time.perf_counter()
         try:
@@ -651,7 +659,10 @@ class LocalEngine(BaseEngine):
     def _apply_outcome(
         self, method: str, k: int, args: tuple[Any, ...], outcome: dict[str, Payload]
     ) -> Any:
-        """Apply the outcome of a forked call to a client that stays in memory meanwhile."""
+        """Do what `_finish_job` does with the outcome of a call whose process did not die.
+
+        The caller keeps the client in memory.
+        """
         client = self.clients[k]
         self._took[method, k] = outcome["took"]
         self._flops[k] = outcome["flops"]

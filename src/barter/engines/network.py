@@ -116,7 +116,7 @@ class Network:
             )
 
     def _require_drawable(self, name: str) -> None:
-        """Raise if a distribution can give values that are not allowed."""
+        """Raise ConfigError if a field is a distribution with values that are not allowed."""
         value = getattr(self, name)
         if not isinstance(value, str):
             return
@@ -156,7 +156,8 @@ class Network:
             min_clients: The number of clients that must answer a call; None for all.
 
         Raises:
-            ConfigError: A list has another length, or clients can be lost although all must answer.
+            ConfigError: A list does not have one value for each client, or dropout or
+                over-selection can lose clients although all must answer.
         """
         for name in BY_CLIENT:
             value = getattr(self, name)
@@ -172,7 +173,7 @@ class Network:
             )
 
     def links(self, clients: int, seed: int) -> list[Link]:
-        """Return the link and the speed of every client, as the run's seed draws them."""
+        """Return the link and speed of each client from 0 on, as the run's seed draws them."""
         down = self.up_mbps if self.down_mbps is None else self.down_mbps
         up_rates = _values(self.up_mbps, "up_mbps", clients, seed)
         down_rates = _values(down, "down_mbps", clients, seed)
@@ -190,14 +191,17 @@ class Network:
 
 
 def _parse(distribution: str) -> tuple[str, float, float]:
-    """Return the kind and the two numbers of a distribution."""
+    """Return the kind of a distribution, "uniform" or "lognormal", and its two numbers."""
     found = DRAW.fullmatch(distribution)
     assert found is not None
     return found[1], float(found[2]), float(found[3])
 
 
 def _values(value: object, name: str, clients: int, seed: int) -> list[float]:
-    """Return a quantity for every client."""
+    """Return the number of each client: the same one, those of a list, or drawn ones.
+
+    A client's draw depends on seed, name and its id alone.
+    """
     if isinstance(value, tuple):
         return list(value)
     if not isinstance(value, str):
@@ -231,7 +235,7 @@ class Link:
     speed: float  # Floating-point operations per second.
 
     def seconds(self, work: CallWork) -> float:
-        """Return the time from the server's message until the client's answer has arrived."""
+        """Return the seconds from the server's message until the client's answer has arrived."""
         transfer = work.down / self.down + work.up / self.up
         return 2 * self.latency + transfer + work.flops / self.speed
 
@@ -293,7 +297,10 @@ class Clock:
         self._server_flops = 0
 
     def begin_call(self, method: str, clients: Collection[int], round: int) -> dict[int, Exception]:
-        """Return the clients that a call cannot reach, and why.
+        """Begin a call; return the clients that it cannot reach, and why.
+
+        They have dropped out in this call, or earlier in the round, by dropout or by
+        over-selection. They stay out until the next round.
 
         Args:
             method: The remote method.
@@ -342,11 +349,15 @@ class Clock:
     ) -> dict[int, Exception]:
         """Add the time of a call; return the clients whose answers came too late, and why.
 
+        The call lasts until the last answer that is waited for: with policy "deadline" no longer
+        than the deadline, with "over-select" until the last answer that is taken. Late clients of
+        "over-select" are out of the round; those of "deadline" can be called again.
+
         Args:
             method: The remote method.
             asked: The number of clients that were asked, with those that could not be reached.
             work: The work of every client that was reached.
-            answered: The clients that answered.
+            answered: The clients that answered, all of them in `work`.
         """
         seconds = {k: self.links[k].seconds(work[k]) for k in sorted(work)}
         answers = sorted(answered, key=lambda k: (seconds[k], k))
@@ -380,11 +391,14 @@ class Clock:
         return late
 
     def add_server_work(self, flops: int) -> None:
-        """Add the server's operations, during which clients wait."""
+        """Add floating-point operations of the server, during which clients wait."""
         self._server_flops += flops
 
     def take_reading(self) -> ClockReading:
-        """Return times and work since the last reading."""
+        """Return times and work since the last reading, and start again from zero.
+
+        "round" is the sum of all methods' seconds and the server's: calls do not overlap.
+        """
         seconds = dict(self._seconds)
         seconds["server"] = self._server_flops / (self.network.server_gflops * GIGA)
         seconds["round"] = sum(seconds.values())

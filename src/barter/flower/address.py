@@ -71,7 +71,8 @@ def require_name(name: str) -> str:
     The name is used as a folder, in messages, and in files that other parties read.
 
     Raises:
-        ConfigError: If it has other characters than letters, digits, - and _, or more than 40.
+        ConfigError: If it is empty, has other characters than ASCII letters, digits, - and _, or
+            more than 40, or begins with - or _.
     """
     if not NAME.fullmatch(name):
         raise ConfigError(

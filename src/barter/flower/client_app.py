@@ -27,10 +27,10 @@ app = ClientApp()
 
 
 def pack_blobs(blobs: Mapping[str, Blob]) -> ArrayRecord | ConfigRecord:
-    """Concatenate blobs into one record, as every object costs Flower requests.
+    """Concatenate the bytes of blobs, in their order, under the key "bulk" of one record.
 
-    Flower sends an array in chunks, at least three of them, so a small payload is sent as one
-    value of a ConfigRecord instead.
+    Every object of a message costs Flower requests. Flower sends an array in chunks, at least three
+    of them, so fewer than `IN_A_PIECE` bytes are one value of a ConfigRecord instead.
     """
     data = b"".join(blob.data for blob in blobs.values())
     if len(data) < IN_A_PIECE:
@@ -57,7 +57,10 @@ def to_records(frame: Frame, bulk: ArrayRecord | ConfigRecord | None = None) -> 
 
 
 def record_sizes(records: RecordDict) -> tuple[int, int]:
-    """Return the bytes of a message's structure and of its tensors, unparsed."""
+    """Return the bytes of a message's structure and of its tensors, without parsing it.
+
+    Arrays and values of type bytes count as tensors, everything else as structure.
+    """
     structure = 0
     tensors = 0
     for record in records.values():

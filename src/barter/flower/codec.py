@@ -16,11 +16,18 @@ __all__ = ["decode", "encode"]
 
 
 def encode(tree: Payload, blobs: Mapping[str, Blob] | None = None) -> Frame:
-    """Convert a payload tree to a frame, whose blobs are views of the tree's tensors.
+    """Convert a payload tree to a frame.
+
+    Its blobs are views of the tree's tensors where these are contiguous and on the CPU, otherwise
+    copies.
 
     Args:
         tree: The payload.
-        blobs: The blobs of another frame with the same tensors, to be used again.
+        blobs: The blobs of another frame with the same tensors, to be used instead of encoding
+            them again.
+
+    Raises:
+        PayloadError: If the tree is not a payload.
     """
     tensors, header = pack(tree)
     if blobs is None:
@@ -29,7 +36,7 @@ def encode(tree: Payload, blobs: Mapping[str, Blob] | None = None) -> Frame:
 
 
 def decode(frame: Frame) -> Payload:
-    """Convert a frame back to its payload tree.
+    """Convert a frame back to its payload tree, with copies of its tensors on the CPU.
 
     Raises:
         PayloadError: If the blobs are not valid tensors, or do not match the header.

@@ -43,8 +43,9 @@ class Consent:
             own: Code that the site itself names, such as its network.
 
         Raises:
-            ConfigError: If `algorithms` is given, and the run names code as package.module:name
-                that is neither there nor the site's own.
+            ConfigError: If `algorithms` is not empty, and the run names code as package.module:name
+                that is neither there, in `models`, nor the site's own. The algorithm itself must be
+                in `algorithms`.
         """
         tree = parse_toml(toml)
         section = tree.get("algorithm", "")
@@ -69,9 +70,9 @@ class Consent:
             own_data: Whether the site trains on its own data, not on a share of the run's.
 
         Raises:
-            ConfigError: If `algorithms` or `methods` is given and lacks the algorithm or one of its
-                methods, or if the algorithm asks for all images of a site with its own data and
-                `algorithms` does not name it.
+            ConfigError: If `algorithms` or `methods` is not empty and lacks the algorithm or one of
+                its methods, or if the algorithm is `central`, which uploads all images, the site
+                has its own data, and `algorithms` does not name it.
         """
         name = str(to_plain(config)["algorithm"]["name"])
         if self.algorithms and name not in self.algorithms:
@@ -99,7 +100,7 @@ class Consent:
         )
 
     def require_model(self, site: str, own: str, name: str) -> None:
-        """Refuse a network that the site did not choose, before it is imported.
+        """Refuse a network that the site does not allow, before it is imported.
 
         Args:
             site: The site's name, for messages.
@@ -107,7 +108,8 @@ class Consent:
             name: The architecture that the run wants.
 
         Raises:
-            ConfigError: If it is not the site's own choice, or is foreign code without consent.
+            ConfigError: If the site chose another one; or if it left it open, and `name` is
+                package.module:factory that is not in `models`.
         """
         if own and name != own:
             raise ConfigError(f"site {site} has the network {own}, and the run wants {name}")
@@ -120,8 +122,13 @@ class Consent:
     def require_size(self, site: str, sent: Payload) -> None:
         """Refuse a request that is larger than `megabytes` when it is decoded.
 
+        Args:
+            site: The site's name, for messages.
+            sent: The call's arguments as they were received, still encoded.
+
         Raises:
             ConfigError: If it is.
+            PayloadError: If its encoding is malformed.
         """
         size = decoded_nbytes(sent) / 1e6
         if self.megabytes is not None and size > self.megabytes:

@@ -293,15 +293,16 @@ class Roster:
         )
 
     def begin(self, out: Path, finished: int) -> dict[str, Payload]:
-        """Record one more start of the server, and return what sites must know about it.
+        """Record one more start of the server in sites.json; return what sites must know of it.
 
         Args:
             out: The run's folder.
             finished: Number of finished rounds.
 
         Returns:
-            The run's id, the name of this attempt, and for each earlier attempt its last round
-            that counts: the number of rounds finished before the next attempt began.
+            "run", the run's id; "attempt", the name of this start; and "history": name of each
+            earlier start -> its last round that counts, the number of rounds that were finished
+            when the next one began.
         """
         self.attempts.append((new_attempt(), finished))
         history = {
@@ -318,7 +319,7 @@ class Roster:
         return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
 
     def require_same(self, hello: Hello) -> None:
-        """Raise ConfigError if a hello is not equal to one from the run's beginning."""
+        """Raise ConfigError if a hello is not equal to one of those the run began with."""
         if hello not in self.members:
             raise ConfigError(
                 f"site {hello.name} has changed since the run began, or was not there: "
@@ -377,7 +378,12 @@ def create_deployment(
 
 
 def create_simulation(folder: Path, config: Config) -> None:
-    """Create the folder of a simulation: Flower's app and the run."""
+    """Create the folder of a simulation: Flower's app and the run's configuration.
+
+    Args:
+        folder: The folder, which must not exist or be empty.
+        config: The run's configuration.
+    """
     folder = folder.absolute()
     with create_folder(folder, PRIVATE) as new:
         _write_app(new, folder, config, "barter.flower.simulation:app")
@@ -528,9 +534,9 @@ class Coordinator:
             raise BarterError(f"the SuperLink ended: {reason}")
 
     def register(self) -> None:
-        """Register the public keys of the folder's sites, unless it is insecure.
+        """Register the public keys of the folder's sites with the SuperLink, which must be running.
 
-        Keys that are registered already stay so.
+        Keys that are registered already stay so. Without keys (`insecure`) nothing happens.
 
         Raises:
             BarterError: Flower refuses a key.
@@ -552,6 +558,8 @@ class Coordinator:
     def submit(self, out: Path) -> str:
         """Submit the run to the SuperLink, and return the run's id at Flower.
 
+        The journal of an earlier start is deleted.
+
         Args:
             out: The run's folder.
 
@@ -572,7 +580,10 @@ class Coordinator:
             raise BarterError(f"Flower did not accept the run: {_reason(done)}") from None
 
     def stop(self, run: str) -> None:
-        """Stop a run; one that Flower does not stop within two minutes is left alone."""
+        """Stop a run, given the id that `submit` returned.
+
+        One that Flower does not stop within two minutes is left alone.
+        """
         with suppress(subprocess.TimeoutExpired):
             self._flwr("stop", run, "barter")
 

@@ -97,11 +97,12 @@ def receive_replies(
     Args:
         grid: Flower's grid.
         pending: Message id -> client (or node) that the message was sent to.
-        most: Client -> largest size of its answer's tensors in bytes, none if unknown; by default
-            answers have none.
+        most: Client (or node) -> largest size of its answer's tensors in bytes, to which `SPARE` is
+            added; None for no limit. It is 0 for those that are missing, and for all by default.
 
     Yields:
-        The client (or node), and a function that returns its answer or raises why there is none.
+        The client (or node), and a function that decodes and returns its answer, or raises why
+        there is none: Lost, PayloadError or BarterError.
     """
     # Matched by the message replied to: errors that the SuperLink reports for a site have the
     # id of another sender.
@@ -177,14 +178,17 @@ class Hellos:
         self.reporting: set[int] = set()  # nodes that report progress during a call
 
     def poll(self, nodes: Iterable[int]) -> dict[int, Payload]:
-        """Request the hellos of new nodes; return those since the last poll.
+        """Request the hellos of new nodes; return the hellos that have arrived since the last poll.
 
         A node is asked once. It is refused, for the whole run, if it answers with an error, with
         something invalid, or under another name than its key was registered for. One whose message
         was lost is asked again in the next poll.
 
+        Args:
+            nodes: The nodes that are online.
+
         Returns:
-            Node -> hello.
+            Node -> hello, whose fields are not checked (`Hello.read` does that).
         """
         new_nodes = (
             set(nodes) - self.received.keys() - self.refused.keys() - set(self.pending.values())
@@ -221,7 +225,7 @@ class Hellos:
         return hellos
 
     def refuse(self, node: int, error: Exception) -> None:
-        """Exclude a node from the run, and discard its hello."""
+        """Exclude a node from the run for this reason, and discard its hello."""
         self.received.pop(node, None)
         self.refused[node] = str(error)
         log.warning("node %s is refused: %s", node, error)
@@ -378,7 +382,12 @@ class FlowerEngine(BaseEngine):
         return requests
 
     def open_answer(self, answer: Payload, method: str, client: int) -> tuple[Payload, int | None]:
-        """Decode an answer, unless it is larger than any valid one when decoded."""
+        """Return an answer, decoded, and its encoded size in bytes.
+
+        Raises:
+            PayloadError: If its encoding is malformed, or it is larger than any valid one when
+                decoded.
+        """
         most = self._limits.get(client)
         limit = self.answer_bytes if most is None else most + SPARE
         return self.wire.decode(answer, method, limit)
@@ -399,6 +408,9 @@ class FlowerEngine(BaseEngine):
     ) -> Any:
         """Return the answer of a reply after it was checked.
 
+        What the reply releases is counted, the ε that it reports is recorded, and an evaluation
+        that came along is kept for the next call.
+
         Args:
             method: The method that was called.
             k: The client.
@@ -407,7 +419,8 @@ class FlowerEngine(BaseEngine):
             counted: Whether the answer was recorded as having left its client before.
 
         Raises:
-            BarterError: If the reply is an error of the site, or breaks the method's contract.
+            BarterError: If the reply is an error of the site, or breaks the method's contract. One
+                that is no reply of a site at all may raise anything.
         """
         if "error" in reply:
             # Sites of older versions send messages that may quote their data.

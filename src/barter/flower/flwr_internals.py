@@ -113,10 +113,11 @@ def poll_faster(seconds: float) -> None:
     """Make Flower's grid poll faster for replies in transfer, with a time limit.
 
     Flower reads one reply after the other: a site that announces a reply and does not send it would
-    block the replies of all other sites until they are late.
+    block the replies of all other sites until they are late. This patches Flower in this process;
+    it does nothing if the installed Flower is not supported.
 
     Args:
-        seconds: The time for an answer. A reply may take half of it.
+        seconds: The time for an answer. The transfer of a reply may take half of it.
     """
     grid = import_module("flwr.superlink.grid.http_grid")
     if not unsupported_reason() and hasattr(grid, "pull_objects"):
@@ -166,7 +167,9 @@ def node_names(grid: Grid) -> dict[int, str]:
 
 
 def run_superlink(guarded: Callable[[Any], Any], sockets: list[socket.socket], idle: float) -> None:
-    """Run `flower-superlink` with a wrapped application, without proxy headers.
+    """Run `flower-superlink` with a wrapped application, without proxy headers, until it ends.
+
+    Flower's options are those in `sys.argv`.
 
     Args:
         guarded: Wraps Flower's application.
@@ -366,6 +369,7 @@ def connect(address: str, certificate: Path | None, key: Path | None) -> Iterato
 
     Raises:
         NotLetIn: If the SuperLink refuses the key.
+        TypeError: If the key is not an elliptic curve key.
     """
     keys = None
     if key is not None:

@@ -108,8 +108,9 @@ def ask_worker(
         The answer, and the open connection, on which the caller sends `DONE` when all is well.
 
     Raises:
-        ConnectionError: If no process serves at `path`, or if it died `tries` times.
+        ConnectionError: If no process serves at `path` in time, or if it died `tries` times.
         TimeoutError: If there is no answer in time.
+        PayloadError: If the answer is malformed.
     """
     deaths = 0
     while True:
@@ -145,7 +146,8 @@ def serve_frames(path: Path, answer: Callable[[Frame], Frame], lost: Callable[[]
 
     Args:
         path: The unix socket to listen on.
-        answer: Makes the answer to a request.
+        answer: Makes the answer to a request. What it raises ends the serving, except PayloadError
+            and ConnectionError, after which the caller is disconnected.
         lost: Called for every caller that disconnected without sending `DONE`.
     """
     path.unlink(missing_ok=True)

@@ -86,13 +86,16 @@ class LongPoll:
         arrived.set()
 
     def announce_messages(self) -> None:
-        """Announce the server's messages: it polls for replies once they are sent completely."""
+        """Announce the messages that the server has been sending to nodes (`addressed`).
+
+        Call this when the server polls for replies: by then they are sent completely.
+        """
         if self.addressed:
             self.announce(self.addressed)
             self.addressed = set()
 
     def expect_parts(self, sender: bytes, count: int) -> None:
-        """Note how many parts of a site's reply are to come; announce it if there are none."""
+        """Note how many parts of a site's reply are to come; announce the reply if none are."""
         self.missing[sender] = count
         if count == 0:
             self.announce([SERVER])
@@ -104,7 +107,17 @@ class LongPoll:
             self.announce([SERVER])
 
     async def hold(self, reader: int, poll: bytes, receive: Receive, seconds: float) -> bool:
-        """Wait until a poll may find something, `seconds` at most; return whether it is open."""
+        """Wait until a poll may find something, `seconds` at most.
+
+        Args:
+            reader: The poll's reader.
+            poll: The poll's body.
+            receive: The request's ASGI channel, by which a disconnection is noticed.
+            seconds: The longest wait.
+
+        Returns:
+            Whether the poll can be passed on; False if its sender has disconnected meanwhile.
+        """
         if self.found_nothing.get(poll) != self.arrivals[reader]:
             return True
         deadline = asyncio.get_running_loop().time() + seconds

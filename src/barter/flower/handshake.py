@@ -168,7 +168,11 @@ class Hello:
         return hello
 
     def _is_valid(self) -> bool:
-        """Return whether all fields have the types and ranges that they must have."""
+        """Return whether every field has its declared type and a possible value.
+
+        Counts are from 1 to 2**40 - 1, `share` is None or at least 0, and mean and standard
+        deviation have one finite float per channel.
+        """
         spec = self.spec
         counts = [spec.channels, spec.height, spec.width, spec.classes, self.examples]
         if type(self.share) is int:
@@ -204,7 +208,7 @@ def _require_consent(setup: Setup, toml: str) -> Config:
 
 
 def foreign_networks(config: Config) -> list[str]:
-    """Return the networks of a run that are given as package.module:factory.
+    """Return the networks of a run, the server's included, given as package.module:factory.
 
     A site imports them only with its consent, which the user who starts the site has to give.
     """
@@ -525,8 +529,8 @@ def agree(config: Config, hellos: Sequence[Hello]) -> tuple[Spec, dict[int, Hell
     numbered in the order of their names.
 
     Returns:
-        The spec of the images, with the pixel statistics of all sites, and the hello of each
-        client id.
+        The spec of the images, with the pixel statistics of all sites pooled, and client id ->
+        hello in ascending order.
 
     Raises:
         ConfigError: If the sites disagree, or are not as many as the run has clients.
@@ -608,7 +612,7 @@ def build_server(
         members: The hello of each client.
 
     Returns:
-        The server, and the run's data; none if all data belongs to the sites.
+        The server, and the run's data; None if the data belong to the sites.
 
     Raises:
         ConfigError: If the algorithm needs a site's network at the server, which cannot build it,

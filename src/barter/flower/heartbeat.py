@@ -69,7 +69,10 @@ class Pulse:
 
     @contextmanager
     def call(self, seconds: float) -> Iterator[None]:
-        """Allow silence of `seconds` for a call in the block; pause the heartbeat."""
+        """Allow silence of `seconds` for a call in the block; pause the heartbeat during it.
+
+        A block that takes longer counts as hung: the supervisor restarts this process.
+        """
         with self._writing:
             self._extend(seconds)
             try:

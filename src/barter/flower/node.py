@@ -95,16 +95,18 @@ def serve_messages(fleet: Fleet, door: Path) -> None:
 
 
 def exit_if_thread_dies() -> None:
-    """End this process when a thread dies, so that its supervisor restarts it.
+    """Install a hook that sends SIGTERM to this process if an exception ends a thread.
 
-    Flower's heartbeat thread dies of a single unknown answer, such as that of a SuperLink whose
-    disk is full, and the SuperLink takes a node without heartbeat for offline.
+    Without it the node would run on without a heartbeat: Flower's heartbeat thread ends at a single
+    unknown answer, such as that of a SuperLink whose disk is full, and the SuperLink then takes the
+    node for offline. The supervisor restarts this process whatever its exit status is.
     """
     previous_hook = threading.excepthook
 
     def end_process(args: threading.ExceptHookArgs) -> None:
         previous_hook(args)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if args.exc_type is not SystemExit:  # sys.exit() ends a thread on purpose.
+            os.kill(os.getpid(), signal.SIGTERM)
 
     threading.excepthook = end_process
 

@@ -89,12 +89,12 @@ class Site:
         self.unseen: tuple[dict[str, float], list[bool]] | None = None
 
     def answer(self, request: Payload) -> Payload:
-        """Return the reply to a request, "hello" or a call; no exception is raised.
+        """Return the reply to a request, "hello" or a call, as a payload tree.
 
-        An error becomes a reply with the key "error". After a failed call, the next one restores
-        the client from disk.
+        An error becomes a reply with the key "error". After a failed call, the next one restores the
+        client from disk.
         """
-        if request["ask"] == "hello":
+        if request.get("ask") == "hello":
             try:
                 self._require_budget()
                 hello = self.introduce(request["config"])
@@ -346,8 +346,9 @@ class Site:
     def _require_same_settings(self, session: Payload) -> None:
         """Refuse a session whose configuration is not the one that the run began with.
 
-        Each release would have its right price all the same. But a run whose settings change is
-        not the run that this site agreed to.
+        The first session of a run binds it to its configuration, in the ledger. Each release would
+        have its right price all the same. But a run whose settings change is not the run that this
+        site agreed to.
 
         Raises:
             PrivacyError: If a setting differs that a run cannot change when it is resumed.
@@ -364,10 +365,11 @@ class Site:
             )
 
     def _load_account(self, client: Client) -> dict[str, int]:
-        """Set a client's releases to those of the ledger, and return them.
+        """Raise a client's numbers of releases to those in the ledger; return a copy of them.
 
         A release cannot be undone: a round that the server rolls back is repeated with new noise,
-        and counts twice.
+        and counts twice. Unprotected parts are left out. The guard forgets the unprotected parts of
+        the last call, and gets the site's budget with what other runs have released.
         """
         runs = dict(self.ledger.runs())
         account = runs.pop(str(self.session["run"]), RunAccount())

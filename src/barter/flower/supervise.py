@@ -198,7 +198,7 @@ class RestartingChild(Child):
         )
 
     def restart(self, patience: float = 10.0) -> None:
-        """Stop the process; the next `tend` starts it."""
+        """Stop the process as `stop` does; the next `tend` starts it without a pause."""
         self.stop(patience)
         self.process = None
         self.due = 0.0
@@ -535,7 +535,9 @@ def _supernode_command(setup: Setup, site_folder: Path, door: Path) -> list[str]
 
 
 def run_worker(path: Path, door: Path) -> None:
-    """Run a site's worker, the client's own process, which answers requests.
+    """Run a site's worker, the client's own process, which answers requests without end.
+
+    The working directory becomes the site's folder, and torch uses the site's number of threads.
 
     Args:
         path: The site's site.toml.
@@ -559,14 +561,14 @@ def run_worker(path: Path, door: Path) -> None:
             request = decode(frame)
             seconds = float(request.get("timeout", LONGEST_CALL))
         except (BarterError, AttributeError, TypeError, ValueError) as error:
-            return encode({"error": f"malformed request: {error}", "traceback": ""})
+            return encode({"error": f"malformed request: {error}", "traceback": "", "quiet": True})
         if request.get("ask") == "call":
             try:
                 header = frame.header.encode(errors="replace")
                 spent = seconds_since(begun, hashlib.sha256(header).hexdigest())
                 seconds = setup.consent.within(setup.name, seconds, spent)
             except ConfigError as error:
-                return encode({"error": str(error), "traceback": ""})
+                return encode({"error": str(error), "traceback": "", "quiet": True})
         if reporting:
             progress.begin()
         # After these seconds the server has given up, or the site's consent is used up.

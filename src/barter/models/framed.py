@@ -26,7 +26,7 @@ class FrameHead(nn.Linear):
         self.scale = scale
 
     def project(self, features: Tensor) -> Tensor:
-        """Return features projected to the unit sphere on which the corners lie."""
+        """Return the features' projection (N, classes), of length 1 as the corners are."""
         return F.normalize(super().forward(features).float())
 
     def forward(self, features: Tensor) -> Tensor:
@@ -37,7 +37,9 @@ class FrameHead(nn.Linear):
 
 
 def add_frame_head(network: Classifier, scale: float) -> Classifier:
-    """Replace a network's head by an ETF head that starts from the old head.
+    """Return the network with an ETF head (`FrameHead`) that starts from the old head's weights.
+
+    The body is shared with the given network, which keeps its own head.
 
     Args:
         network: The network.
@@ -57,7 +59,7 @@ def add_frame_head(network: Classifier, scale: float) -> Classifier:
 
 
 def frame_head(network: Classifier) -> FrameHead:
-    """Return the head of a network, which `add_frame_head` must have made."""
+    """Return the head of a network that `add_frame_head` returned; others fail an assertion."""
     head = network.head
     assert isinstance(head, FrameHead)
     return head

@@ -31,9 +31,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def _restore(name: Hashable, make: Callable[[], M], state: State) -> M:
-    """Return a frozen module with this state, without initialising any weights.
+    """Return a frozen module with this state, in evaluation mode, without initialising weights.
 
     On a lane the module is shared by name, and valid until the next call with the same name.
+    Without a lane it uses the tensors of `state` themselves.
     """
 
     def make_empty() -> M:
@@ -87,7 +88,15 @@ class Decoder(nn.Module):
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Decode codes (images, views, width) to images."""
+        """Decode codes (images, views, width) to square images (images, channels, side, side).
+
+        The side is `decoder_side`, rounded up to a multiple of 4. Pixels have mean 0 and deviation
+        1 for each channel: over the batch in training mode, by running statistics otherwise.
+
+        Args:
+            codes: The code of the full image first, then those of the parts, row by row. Without
+                parts, only the first is used.
+        """
         start = self.start(codes[:, 0]).view(-1, 128, self.side, self.side)
         if self.parts:
             start = start + self.arrange_tiles(self.part(codes[:, 1:]))
@@ -95,7 +104,14 @@ class Decoder(nn.Module):
         return images
 
     def arrange_tiles(self, tiles: Tensor) -> Tensor:
-        """Arrange tiles in rows and columns, and resize to the input of the convolutions."""
+        """Arrange the parts' tiles in rows and columns, resized to the input of the convolutions.
+
+        Args:
+            tiles: The tiles (images, parts**2, 128 * pixels), row by row.
+
+        Returns:
+            A tensor (images, 128, side, side).
+        """
         n = self.parts
         side = -(-self.side // n)
         rows = tiles.view(-1, n, n, 128, side, side).permute(0, 3, 1, 4, 2, 5)
@@ -103,9 +119,10 @@ class Decoder(nn.Module):
 
     @classmethod
     def from_state(cls, state: State, spec: Spec, parts: int = 0) -> Decoder:
-        """Return a frozen decoder with this state; on a lane valid until the next call.
+        """Return a frozen decoder with this state, in evaluation mode.
 
-        The width of codes follows from the state.
+        The width of codes follows from the state. On a lane the decoder is valid until the next
+        call for the same format.
         """
         shape = state["start.weight"].shape
         name = ("restored", shape, spec, parts)
@@ -116,7 +133,10 @@ class Decoder(nn.Module):
 
 
 def decoder_side(spec: Spec) -> int:
-    """Return the side of a decoder's square images: at most 32 pixels and the spec's."""
+    """Return the side of a decoder's square images: that of the spec, but at most 32 pixels.
+
+    The shorter of the spec's sides counts. `Decoder` rounds it up to a multiple of 4.
+    """
     return min(32, spec.height, spec.width)
 
 
@@ -174,7 +194,7 @@ class LatentGenerator(nn.Module):
         self.end = nn.Linear(hidden, width)
 
     def noise(self, count: int, device: torch.device) -> Tensor:
-        """Sample the noise of `count` features, uniform between 0 and 1."""
+        """Sample noise (count, noise) for `forward`, uniform between 0 and 1."""
         return torch.rand(count, self.noise_width, device=device)
 
     def forward(self, noise: Tensor, y: Tensor) -> Tensor:
@@ -184,7 +204,10 @@ class LatentGenerator(nn.Module):
 
     @classmethod
     def from_state(cls, state: State, classes: int) -> LatentGenerator:
-        """Return a frozen generator with this state, valid until the next call."""
+        """Return a frozen generator with this state, in evaluation mode.
+
+        Widths follow from the state. On a lane it is valid until the next call for the same widths.
+        """
         hidden, inputs = state["start.0.weight"].shape
         width = len(state["end.bias"])
         name = ("restored", classes, width, inputs, hidden)
@@ -221,8 +244,8 @@ class MergeGenerator(nn.Module):
     def merge_inputs(self, z: Tensor, y: Tensor) -> Tensor:
         """Merge noise and labels to h = o(z, y), the input of the convolutions.
 
-        By `merge`: "none" ignores the labels, "mul" and "add" combine z with a label's embedding,
-        and otherwise z is followed by the embedding, or by the one-hot label without embeddings.
+        By `merge`: "none" ignores the labels, "mul" and "add" combine z with a label's embedding
+        entry by entry, "cat" appends the embedding to z, and "ncat" the one-hot label.
         """
         if self.names is None:
             if self.merge == "none":
@@ -234,7 +257,7 @@ class MergeGenerator(nn.Module):
         return z + embedding if self.merge == "add" else torch.cat([z, embedding], 1)
 
     def generate(self, h: Tensor) -> Tensor:
-        """Generate the images of merged inputs."""
+        """Generate images of the spec's size, between -1 and 1, from merged inputs (N, width)."""
         x = h[:, :, None, None]
         for layer in self.body:
             by_product = isinstance(layer, nn.ConvTranspose2d) and not x.is_cuda

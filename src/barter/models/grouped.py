@@ -14,7 +14,8 @@ def use_group_norm(network: nn.Module) -> None:
     """Replace every batch normalisation by group normalisation, in place.
 
     The number of groups is the largest divisor of the channels that is at most `GROUPS` and leaves
-    at least `MIN_GROUP_CHANNELS` in a group, or 1. Weights start anew.
+    at least `MIN_GROUP_CHANNELS` in a group, or 1. Weights start anew, at 1 and 0, on torch's
+    default device.
     """
     for name, part in list(network.named_children()):
         if isinstance(part, nn.modules.batchnorm._BatchNorm):

@@ -34,9 +34,10 @@ class Pool(nn.Module):
 
 
 def pool_features(network: Classifier, width: int) -> Classifier:
-    """Return the network with features pooled to this width, and a new head.
+    """Return the network with features pooled to this width, and a new random head.
 
-    A network that has this width already is returned as it is.
+    The body is shared with the given network, not copied. A network that has this width already is
+    returned as it is, with its head.
 
     Raises:
         ConfigError: If the network has a hand-written split and another width.
@@ -56,7 +57,8 @@ def pool_features(network: Classifier, width: int) -> Classifier:
 def add_projection_head(network: Classifier, width: int) -> Classifier:
     """Return the network with a projection head and a new classifier head.
 
-    The projection head has two linear layers and ends in features of this width.
+    The projection head has two linear layers and ends in features of this width. Both heads are
+    random; the body is shared with the given network, not copied.
 
     Raises:
         ConfigError: If the network has a hand-written split.

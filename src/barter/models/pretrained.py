@@ -32,7 +32,8 @@ def pretrained_generator(place: str, weights: str, device: torch.device) -> nn.M
     """Load a pretrained generator, frozen and in evaluation mode.
 
     Loading TorchScript executes code in the file: use only files from people you trust. A
-    safetensors file holds nothing but numbers.
+    safetensors file holds nothing but numbers. The last generator is cached: the same arguments
+    give the same module.
 
     Args:
         place: A TorchScript file, or `package.module:function` that returns a torch module.
@@ -40,7 +41,8 @@ def pretrained_generator(place: str, weights: str, device: torch.device) -> nn.M
         device: Device of the generator.
 
     Raises:
-        ConfigError: If there is no generator at this place, or the weights do not fit.
+        ConfigError: If there is no generator at this place, what is there is no module with an int
+            `latent_dim`, or the weights do not fit.
     """
     if not place:
         raise ConfigError(
@@ -124,7 +126,7 @@ def _not_images(result: object, codes: Tensor) -> ConfigError:
 
 @torch.no_grad()
 def generate_pixels(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
-    """Generate images as bytes, in the format of the clients' images.
+    """Generate images (N, channels, height, width) as bytes, in the format of the clients' images.
 
     The generator's pixels are clamped to -1..1 and scaled to 0..255. Another number of channels is
     replaced by their mean, another size is resized.

@@ -32,18 +32,18 @@ def narrow_width(width: int, rate: float) -> int:
 
 
 def narrow_network(network: Classifier, rate: float) -> Classifier:
-    """Return a copy of the network with the first channels of every layer.
+    """Return a copy of the network with the first channels of every layer and their weights.
 
-    Layers are processed in the order in which they were registered: the first has all its inputs,
-    the last all its outputs.
+    Numbers of channels are rounded up. Layers are processed in the order in which they were
+    registered: the first keeps all its inputs, the last all its outputs.
 
     Args:
         network: The full network.
         rate: Fraction of the channels to keep.
 
     Raises:
-        ConfigError: If the rate is not in (0, 1], or a layer's inputs do not match an earlier
-            layer.
+        ConfigError: If the rate is not in (0, 1], a layer's inputs do not match an earlier layer,
+            or a convolution has groups and is not depthwise.
     """
     if not 0 < rate <= 1:
         raise ConfigError(f"rate={rate}: a part of a network's width is > 0 and <= 1")
@@ -80,10 +80,10 @@ def narrow_network(network: Classifier, rate: float) -> Classifier:
 
 
 def widen_network(part: Classifier) -> Classifier:
-    """Return a copy of a narrowed network at its original width.
+    """Return a copy of a network that `narrow_network` made, at its original width.
 
-    All tensors of layers that had been cut are zero, with the original shapes. A network that was
-    never narrowed is only copied.
+    All tensors of convolutions, linear layers and batch normalisations are zero, with the original
+    shapes. A network that was never narrowed is only copied.
     """
     model = copy.deepcopy(part)
     for layer in model.modules():
@@ -160,7 +160,8 @@ def _cut_norm(layer: _BatchNorm, left: int) -> None:
 def scale_activations(network: Classifier, rate: float) -> Classifier:
     """Divide hidden outputs by the rate in training, to make up for missing channels.
 
-    The network is changed in place and returned.
+    These are the outputs of all convolutions and linear layers but the last. The network gets
+    forward hooks in place and is returned.
     """
     weighted = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     for layer in weighted[:-1]:
@@ -191,10 +192,9 @@ class BatchStatistics(_BatchNorm):
 
 
 def without_running_statistics(network: Classifier) -> Classifier:
-    """Make batch normalisation use the batch's statistics always, in place.
+    """Make batch normalisation use the batch's statistics always, also in evaluation mode.
 
-    Returns:
-        The network.
+    The network is changed in place and returned; its running statistics are dropped from its state.
     """
     for parent in list(network.modules()):
         for name, layer in parent.named_children():

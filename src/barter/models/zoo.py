@@ -131,14 +131,15 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
 
 
 def client_architectures(name: str, clients: int) -> list[str]:
-    """Return the architecture of each client.
+    """Return the architecture of each client, in order.
 
     Args:
-        name: A family, a model, or several of them separated by commas.
+        name: A family, a model of the zoo, a factory `package.module:function`, or several of these
+            separated by commas. Families are replaced by their members.
         clients: Number of clients; client i gets member i mod n.
 
     Raises:
-        ConfigError: If there is no family or model of a name.
+        ConfigError: If there is no family or model of a name. Factories are not looked up.
     """
     family: list[str] = []
     for part in map(str.strip, name.split(",")):
@@ -154,14 +155,17 @@ def client_architectures(name: str, clients: int) -> list[str]:
 def build_network(name: str, spec: Spec, own: Own | None = None) -> Classifier:
     """Build a network for a task and check that it accepts the task's images.
 
+    Its weights are random, from torch's global generator, except for those of a user's module.
+
     Args:
         name: A model of the zoo, or a factory `package.module:function` that is called with the
             spec. A factory can be given arguments, `package.module:function:depth=2`.
         spec: Format of the images, and the number of classes.
-        own: A user's module or factory; `name` is then only its name.
+        own: A user's module, which is copied, or factory; `name` is then only its name.
 
     Raises:
-        ConfigError: If there is no such model, or it does not accept the images.
+        ConfigError: If there is no such model, it does not accept the images, or a user's network
+            cannot be split into features and head.
     """
     outside = own is not None or ":" in name
     make = partial(_split, name, own or _factory(name)) if outside else ZOO.get(name)
@@ -235,9 +239,11 @@ def _size(spec: Spec) -> str:
 
 
 def name_models(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
-    """Return the name of each model, and the model where its name is not enough.
+    """Return pairs of a name and a model, with None for the model where the name is enough.
 
-    The name is enough if the model can be built or imported by it.
+    It is enough for a string, which is the name, and for a factory that can be imported from
+    another module than `__main__`, whose name is `module:function`. Others are named by their class
+    or function and their position, such as Net-0.
 
     Args:
         models: Names, modules, or factories that are called with the spec.

@@ -30,10 +30,11 @@ def average(
     by: Average = "mean",
     since: Mapping[str, Tensor] | None = None,
 ) -> State:
-    """Aggregate the clients' states entry by entry.
+    """Aggregate the clients' states into one: mean, median or trimmed mean of each entry.
 
     Integer entries, such as the step counters of batch normalisation, are averaged and rounded. The
-    run's defence (`robust`) replaces the mean, not the median or the trimmed mean.
+    run's defence (`robust`) replaces the mean, not the median or the trimmed mean. Defences other
+    than "cosine" give all clients the same weight.
 
     Args:
         states: One state per client, at least one, all with the same names and shapes.
@@ -42,7 +43,7 @@ def average(
             "trimmed" are robust: a few clients cannot move the result far. They ignore the numbers
             of examples.
         since: The weights that all clients started from, for the run's defence; None if they
-            started from different ones.
+            started from different ones. Without a defence it has no effect.
 
     Returns:
         The aggregated state, with the data types of the first client's.

@@ -42,7 +42,7 @@ def compress_update(update: Mapping[str, Tensor], energy: float) -> Compressed:
 
     Args:
         update: The tensors by name.
-        energy: Fraction of the squared singular values to keep.
+        energy: Fraction of each tensor's sum of squared singular values to keep.
 
     Returns:
         For each tensor, in order and without names, its two factors or a list of the tensor alone.
@@ -51,7 +51,9 @@ def compress_update(update: Mapping[str, Tensor], energy: float) -> Compressed:
 
 
 def _factors(tensor: Tensor, energy: float) -> list[Tensor]:
-    """Return a tensor's low-rank factors, or the tensor if they are not smaller.
+    """Return a tensor's two low-rank factors, or the tensor if they are not smaller.
+
+    Vectors and integer tensors are returned as they are.
 
     Args:
         tensor: The tensor, whose axes after the first are flattened.
@@ -95,17 +97,18 @@ def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decompress_update(parts: Compressed, like: Mapping[str, Tensor]) -> State:
-    """Decompress an update.
+    """Restore an update that `compress_update` compressed, multiplying out its factors.
 
     Args:
         parts: The compressed update.
-        like: The network's tensors, in the order in which the update was compressed.
+        like: The network's tensors, in the order in which the update was compressed. Only names,
+            shapes and dtypes are used.
 
     Returns:
         The update by name.
 
     Raises:
-        PayloadError: If it has another number of tensors, or other dtypes or shapes than these.
+        PayloadError: If `parts` and `like` differ in the number of tensors, in dtypes or in shapes.
     """
     if len(parts) != len(like):
         raise PayloadError(f"a compressed update has {len(parts)} tensors, the network {len(like)}")

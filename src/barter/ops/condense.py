@@ -55,20 +55,20 @@ def averaging_matrix(labels: Tensor, classes: Tensor) -> Tensor:
     """Return the matrix (classes, rows) that maps rows to the mean of each class.
 
     Args:
-        labels: Label of each row.
-        classes: The classes, one for each row of the matrix. Classes without rows get zeros.
+        labels: Label of each row to average.
+        classes: The classes, one for each row of the matrix. A class without labels gets zeros.
     """
     members = (labels[None, :] == classes[:, None]).float()
     return members / members.sum(1, keepdim=True).clamp_min(1)
 
 
 def images_per_class(data: Images, ipc: int, least: int) -> dict[int, int]:
-    """Return the number of condensed images of each class.
+    """Return the number of images that a client condenses each of its classes to.
 
     Args:
         data: The client's images.
         ipc: Images per class; a class with fewer images gets as many as it has.
-        least: Classes with fewer images than this are left out; at least 1.
+        least: Classes with fewer images than this are left out; must be at least 1.
 
     Returns:
         Class -> number of images, in ascending order of the classes.
@@ -103,9 +103,9 @@ def pack_lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> L
 
 
 def concatenate_lots(lots: Iterable[Lot]) -> tuple[Tensor, Tensor]:
-    """Return the condensed images of all lots (bytes), and their labels.
+    """Return the condensed images of all lots (bytes), and the label of each image.
 
-    There must be at least one lot.
+    Images are in the order of the lots, of which there must be at least one.
     """
     images = []
     labels = []
@@ -118,7 +118,9 @@ def concatenate_lots(lots: Iterable[Lot]) -> tuple[Tensor, Tensor]:
 def mean_images(data: Images, sizes: Mapping[int, int], of: int) -> Tensor:
     """Return normalised images, each the mean of `of` random images of one class.
 
-    No two means of a class have their first image in common; the others are drawn with repetition.
+    No two means of a class have their first image in common; the others are drawn with repetition,
+    all by torch's default generator of the device. The means are sorted by class, in the order of
+    `sizes`.
 
     Args:
         data: The client's images.
@@ -143,9 +145,10 @@ def quantise_images(images: Tensor, spec: Spec) -> Tensor:
 
 @torch.no_grad()
 def reinitialise(model: nn.Module) -> None:
-    """Reset every layer's parameters in place to torch's random initialisation.
+    """Reset in place, at random, the parameters of every layer that has `reset_parameters`.
 
-    A network's own initialisation is not repeated. Running statistics keep their values.
+    Torch's own layers have it. Parameters of other modules stay as they are, and a network's own
+    initialisation is not repeated. Running statistics keep their values.
     """
     for layer in model.modules():
         reset = getattr(layer, "reset_parameters", None)
@@ -164,9 +167,12 @@ def sliced_wasserstein(u: Tensor, v: Tensor, projections: int | None) -> Tensor:
 
     Args:
         u: The first set of each pair.
-        v: The second set of each pair.
-        projections: Number of random directions. None is for single points and computes the
-            expectation in closed form, ‖u - v‖² / dimensions.
+        v: The second set of each pair, with the same number of points.
+        projections: Number of random directions, which all pairs share. None is for single points
+            and computes the expectation in closed form, ‖u - v‖² / dimensions.
+
+    Returns:
+        One value per pair (...).
 
     Raises:
         ValueError: If `projections` is None and a set has more than one point.
@@ -197,8 +203,8 @@ def first_and_last_terms(names: Sequence[str], values: Sequence[Tensor]) -> dict
     """Return a loss's terms at the first and last step, for the round's record.
 
     Args:
-        names: Name of each term.
-        values: The terms at each step, one vector per step.
+        names: Name of each term, in the order of the vectors; surplus names are left out.
+        values: One vector of terms per step, at least one.
 
     Returns:
         Values by NAME_start and NAME_end.
@@ -228,8 +234,9 @@ def matching_loss(
     """Return the distribution matching loss and its terms (Eq. 4 of FedAF).
 
     The matching term is the squared distance between the mean features of real and condensed
-    images, summed over classes. The collaborative term uses the client's model, not the network
-    that computes the features.
+    images, summed over classes. The collaborative term is the `sliced_wasserstein` distance between
+    the mean logits of condensed images and `v`, summed over the known classes. Its logits are those
+    of the client's model, not of the network that computes the features.
 
     Args:
         canvas: The condensed images.
@@ -280,22 +287,24 @@ def condense(
 
     Features are computed by a different network in each step. Pixels are clamped to the valid
     range, because only that can be sent. Normalisation uses running statistics: those of a batch of
-    one class would remove the very mean that is matched.
+    one class would remove the very mean that is matched. The client's model is not changed.
 
     Args:
         client: The client whose images are condensed.
-        start: Initial condensed images, normalised, sorted by class.
-        sizes: Number of condensed images of each class.
-        steps: Number of training steps.
-        batch_size: Real images of each class in a step.
-        recipe: Optimizer of the condensed images.
-        sampled: Changes the network, a copy of the client's, in place before each step.
+        start: Initial condensed images, normalised, by class in the order of `sizes`.
+        sizes: Class -> number of condensed images.
+        steps: Number of training steps, at least 1.
+        batch_size: Real images of each class in a step; all images of a class that has fewer.
+        recipe: Optimizer of the condensed images; its learning rate stays constant.
+        sampled: Called before each step with a new copy of the client's network, in evaluation
+            mode, which it changes in place.
         match_logits: Match mean logits as well as mean features.
-        collaboration: The collaborative term; None is without.
+        collaboration: The collaborative term, with classes in the order of `sizes`; None leaves it
+            out.
 
     Returns:
-        The condensed images, and the loss terms at the first and the last step (see
-        `first_and_last_terms`).
+        The condensed images, normalised, in the order of `start`, and the loss terms `matching` and
+        `collaboration` at the first and the last step (see `first_and_last_terms`).
     """
     data = client.data
     labels = condensed_labels(sizes, client.device)

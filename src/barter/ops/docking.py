@@ -36,8 +36,9 @@ def unify(
 ) -> tuple[dict[int, nn.Linear], dict[int, Tensor], dict[int, State]]:
     """Train docking layers z_k so that one head classifies all clients' codes (DFFKE, Eqs. 10-11).
 
-    The equations ask for nothing but the class, so that without whitening the codes of a class are
-    nearly equal, whatever the image.
+    A code is the output of a docking layer for an embedding. The equations ask for nothing but the
+    class, so that without whitening the codes of a class are nearly equal, whatever the image. The
+    head is new in every call and is not returned.
 
     Args:
         server: The server, whose device and classes are used.
@@ -46,13 +47,14 @@ def unify(
         labels: Each client's labels.
         start: States of docking layers to continue from; clients without one start anew.
         width: Dimensions of the common space.
-        epochs: Passes over all clients' embeddings.
-        recipe: Optimizer of the docking layers and the head.
-        floor: Whiten layers and codes with this floor (see `whitening`); 0 does not whiten.
+        epochs: Number of optimizer steps for each client, each on all of its embeddings at once.
+        recipe: Optimizer of the docking layers and the head; its learning rate stays constant.
+        floor: Whiten layers and codes with this floor (see `whitening_transform`); 0 does not
+            whiten.
 
     Returns:
-        The docking layers, the codes of all embeddings, and the layers' states before whitening, to
-        start from next time.
+        By client, the docking layers (frozen, whitened if asked for), the codes (images, views,
+        width) of all embeddings, and the layers' states before whitening, to start from next time.
     """
     layers = {k: nn.Linear(e.shape[2], width).to(server.device) for k, e in embeddings.items()}
     layers = {k: lanes.keep(("docking", k), layer) for k, layer in layers.items()}

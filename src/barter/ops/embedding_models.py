@@ -56,11 +56,14 @@ class ClassGaussians(TypedDict):
 
 
 def count_directions(images: int, classes: int, compression: float) -> int:
-    """Return the number of directions that describe a number of images, whatever their classes.
+    """Return the number of rows of `ClassGaussians["directions"]`, zero rows included.
+
+    It is images / compression, rounded down, plus classes: enough for any distribution of the
+    images over classes, which the number therefore does not reveal.
 
     Args:
         images: Number of images.
-        classes: Number of classes, each of which has at least one direction.
+        classes: Number of classes, each of which may need one direction more.
         compression: Images per direction.
     """
     return int(images / compression) + classes
@@ -71,14 +74,18 @@ def mix_embeddings(embeddings: Tensor, labels: Tensor, members: int) -> Tensor:
 
     A combination is the class mean plus a sum of the differences of some images from it, with
     random weights of both signs whose squares sum to 1. So combinations vary as much as images do.
+    Means and differences are those of the (signed) square roots of embeddings, and the combination
+    is squared. Features stay non-negative if all are. Members and weights are drawn from torch's
+    default generator of the device.
 
     Args:
         embeddings: The embeddings (images, views, features).
         labels: Their labels.
-        members: Images in a combination; fewer if the class has fewer.
+        members: Images in a combination, drawn from the class without repetition; fewer if the
+            class has fewer. The image itself may be among them or not.
 
     Returns:
-        One combination per image. A class of one image keeps it.
+        One combination per image, in the order of `embeddings`. A class of one image keeps it.
     """
     n = len(embeddings)
     members = min(members, n)
@@ -102,16 +109,20 @@ def fit_class_gaussians(
 ) -> ClassGaussians:
     """Fit a Gaussian to the square roots of each class's embeddings.
 
+    Classes with fewer than `LEAST_IMAGES` images get none: their count and size are 0. Class means
+    are drawn towards the mean of all images, see `MEAN_PRIOR`.
+
     Args:
         embeddings: The embeddings (images, views, features).
         labels: Their labels.
         classes: Number of classes.
         rank: Number of principal components of the features.
-        compression: Images of a class per direction that describes its covariance. Directions are
-            scaled so that the sum of all variances stays that of the class.
+        compression: Images of a class per direction that describes its covariance; a class has at
+            least one direction. Directions are scaled so that the sum of all variances stays that
+            of the class.
 
     Raises:
-        ConfigError: If no class has enough images.
+        ConfigError: If no class has `LEAST_IMAGES` images.
     """
     roots = _signed_root(embeddings).double()
     center = roots.mean(0)
@@ -170,7 +181,7 @@ def _leading_directions(residuals: Tensor, size: int) -> Tensor:
 def sample_labels(counts: Tensor, n: int) -> Tensor:
     """Return n labels, sorted, whose frequencies follow the counts as integers allow.
 
-    Nothing is random. Without any counts, there are no labels.
+    Nothing is random. If all counts are 0, the result is empty.
     """
     total = int(counts.sum())
     if not total:
@@ -182,11 +193,11 @@ def sample_labels(counts: Tensor, n: int) -> Tensor:
 
 
 def sample_embeddings(model: ClassGaussians, labels: Tensor, noise: Tensor) -> Tensor:
-    """Return one embedding (views, features) per label.
+    """Return a sample of its class's Gaussian for each label (labels, views, features).
 
     Args:
         model: The Gaussians.
-        labels: The labels.
+        labels: The labels, of classes that have a Gaussian.
         noise: Standard normal numbers (labels, at least as many as a class has directions); equal
             numbers give equal embeddings.
     """
@@ -204,7 +215,12 @@ def sample_embeddings(model: ClassGaussians, labels: Tensor, noise: Tensor) -> T
 
 
 def sample_labels_and_noise(model: ClassGaussians, n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return labels and normal numbers for n samples; the seed gives the same on every device."""
+    """Return labels (n,) and standard normal numbers (n, D), the arguments of `sample_embeddings`.
+
+    Labels follow the model's counts and do not depend on the seed (`sample_labels`); D is the
+    largest number of directions of a class. A seed gives the same numbers on every device, and the
+    global random generator is not used.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(n, int(model["sizes"].max()), generator=generator)
     return sample_labels(model["counts"], n), noise.to(model["means"].device)
@@ -213,7 +229,7 @@ def sample_labels_and_noise(model: ClassGaussians, n: int, seed: int) -> tuple[T
 def noise_embeddings(
     shapes: Mapping[int, tuple[int, int, int]], deviation: float, classes: int, device: torch.device
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Return normal noise in place of embeddings, and random labels, by client.
+    """Return normal noise in place of embeddings, and uniformly random labels, by client.
 
     Args:
         shapes: Each client's numbers of images, views and features.

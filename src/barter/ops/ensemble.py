@@ -33,7 +33,7 @@ __all__ = [
 
 
 def public_images(party: Node) -> Images:
-    """Return the public images that every party has.
+    """Return the public images of a client or the server; all of them have the same.
 
     Raises:
         ConfigError: If the run has no public data.
@@ -66,7 +66,9 @@ def require_labels(images: Images, method: str, otherwise: str) -> None:
 
 
 def sample_index(images: Images, samples: int | None) -> Tensor:
-    """Return indices of random images without repetition.
+    """Return the indices of random images, without repetition.
+
+    They are drawn from torch's default generator of the images' device.
 
     Args:
         images: The images.
@@ -98,7 +100,8 @@ def mean_predictions(answers: Sequence[Tensor], shares: Tensor | None = None) ->
 
     Args:
         answers: One prediction per network, logits or probabilities.
-        shares: Weight of each network for each class (networks, classes); equal weights if None.
+        shares: Weight of each network for each class (networks, classes), with sums of 1 over the
+            networks, as they are not normalised here; equal weights if None.
     """
     predictions = torch.stack(list(answers))
     if robust.active().defends("logits"):
@@ -135,7 +138,8 @@ def merge_logits(logits: Tensor, shares: Tensor) -> Tensor:
 
     Args:
         logits: Logits (..., clients, images, classes).
-        shares: Weight of each client for each class (clients, classes).
+        shares: Weight of each client for each class (clients, classes), with sums of 1 over the
+            clients, as they are not normalised here.
 
     Returns:
         Merged logits (..., images, classes).
@@ -150,7 +154,7 @@ def merge_logits(logits: Tensor, shares: Tensor) -> Tensor:
 
 
 def reduce_entropy(p: Tensor, temperature: float) -> Tensor:
-    """Apply entropy reduction aggregation (ERA): softmax(p / T) of probabilities.
+    """Return softmax(p / T) of probabilities p (N, classes): entropy reduction aggregation (ERA).
 
     A temperature well below 1 lowers the entropy. With 1 it rises, unless it is at its maximum,
     since the softmax is of probabilities and not of logits.
@@ -164,7 +168,12 @@ def soft_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def logit_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return KL(target ‖ student) of logits, averaged over the batch."""
+    """Return KL(target ‖ student), averaged over the batch; both are logits (N, classes).
+
+    Args:
+        logits: The student's logits.
+        target: The teacher's logits.
+    """
     return kl(target, logits)
 
 
@@ -192,7 +201,7 @@ def distil(
     Images are not augmented. Batches are shuffled anew in each pass over `places`.
 
     Args:
-        model: The model to train; it is left in training mode.
+        model: The model to train in place; it is left in training mode.
         images: All images.
         places: Indices of the images to learn from.
         targets: Tensors whose row i belongs to the image at `places[i]`.

@@ -73,7 +73,8 @@ def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
 
     A last batch that would be short is filled from the start of the epoch's order, so that every
     sample is seen and all batches have the same shape. Batch normalisation needs two values: a
-    single sample is repeated.
+    single sample is repeated. Every epoch has a new order from torch's default generator of the
+    device.
 
     Args:
         n: Number of samples.
@@ -88,11 +89,15 @@ def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor]]:
-    """Yield shuffled batches of rows without end.
+    """Yield shuffled batches of rows without end, in the order of `index_batches`.
 
     Args:
-        rows: Groups of equally long tensors. The groups are concatenated tensor by tensor.
-        size: Batch size.
+        rows: Groups of equally long tensors, all groups with the same number of tensors. The first
+            tensors of all groups are concatenated, then the second ones, and so on.
+        size: Batch size, see `index_batches`.
+
+    Yields:
+        The batch's rows of each concatenated tensor.
     """
     tensors = [
         column[0] if len(column) == 1 else torch.cat(column) for column in zip(*rows, strict=True)
@@ -123,9 +128,9 @@ def classification(
     loss: Loss = F.cross_entropy,
     adjust: Adjust = torch.add,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss on a batch of labelled bytes, and the number of correct ones.
+    """Return the loss on a batch of labelled images, and the number that is predicted correctly.
 
-    Correct by the adjusted logits.
+    The prediction is the largest of the adjusted logits.
 
     Args:
         model: The model.
@@ -178,17 +183,19 @@ def fit(
         batch_size: Images in a step.
         recipe: Optimizer and learning rate.
         goal: Stop after an epoch whose training accuracy is at least this value; None never stops.
-        data: Images to train on instead of the client's.
+        data: Images to train on. None, and an empty set, stand for the client's own.
         steps: Steps in an epoch; by default an epoch is one pass over the data.
-        by_class: One value per class, by which logits are adjusted before the loss.
-        adjust: Called with the logits and `by_class`.
-        seen: Counts per class, to which the number of images used is added.
+        by_class: One value per class, by which logits are adjusted before the loss; None adjusts
+            nothing.
+        adjust: Called with the logits and `by_class`; by default the values are added.
+        seen: Counts per class, changed in place: the number of images used is added, an image once
+            for each time that it was in a batch.
         loss: Called with logits and labels.
         anchor: Pulls the parameters towards given values.
 
     Returns:
-        Epochs run, and loss and accuracy of the last epoch, both as measured while training; NaN
-        after private training. Without epochs, the loss is NaN and the accuracy 0.
+        Epochs run, and mean loss and accuracy of the last epoch, both as measured while training;
+        NaN after private training. Without epochs, the loss is NaN and the accuracy 0.
 
     Raises:
         ConfigError: If the images are sealed and `seen` or `by_class` is given.
@@ -231,11 +238,13 @@ def fit(
 
 
 def make_anchor(client: Client, places: Mapping[str, Tensor], strength: float) -> Anchor:
-    """Return an anchor that pulls a client's trainable weights towards values.
+    """Return an anchor that pulls the trainable parameters of a client's model towards values.
+
+    On a lane, the values of the last anchor for this architecture are overwritten.
 
     Args:
         client: The client.
-        places: The values, by name of the parameter.
+        places: The values by name of the parameter, at least for all trainable ones.
         strength: Weight of the squared distance, see `Anchor`.
     """
     targets = [
@@ -264,10 +273,10 @@ def fit_by(
             with the tensors of `extras`.
         epochs: Passes over the client's images.
         batch_size: Images in a step.
-        recipe: Optimizer and learning rate.
+        recipe: Optimizer and learning rate, which is annealed over all steps.
         extras: Further arguments of the loss: tensors that are the same in every step, or an
-            iterator with one sequence of tensors for each step.
-        also: Further modules to train.
+            iterator with one sequence of tensors for each step, which must not end earlier.
+        also: Further modules to train in place, with the same optimizer.
     """
     data = client.data
     index = index_batches(len(data), batch_size, data.device)
@@ -303,7 +312,10 @@ def call_on_images(
 
 
 def cross_entropy(model: Classifier, x: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy of a model's predictions, as a loss for `fit_by`."""
+    """Return the mean cross entropy of a model's logits for x with the labels.
+
+    With the model bound by `partial`, it is a loss for `fit_by`.
+    """
     return F.cross_entropy(model(x), labels)
 
 
@@ -317,7 +329,16 @@ def alternate(
     """Train the client's model, and further modules, on several courses in turn.
 
     Every step takes one batch of each course, one after the other, and makes an optimizer step by
-    that course's loss. All share one optimizer, annealed to the end of `steps`.
+    that course's loss. All share one optimizer, annealed to the end of `steps`. The modules are
+    left in training mode.
+
+    Args:
+        client: The client, whose model is trained in place.
+        courses: For each course its loss, and an iterator over the arguments of the loss, which
+            must not end before the last step.
+        steps: Number of steps; each has one optimizer step per course.
+        recipe: Optimizer and learning rate.
+        also: Further modules to train in place.
     """
     trainer = Trainer.of([module.train() for module in (client.model, *also)], recipe)
     for step in client.track(range(steps)):
@@ -336,7 +357,7 @@ class Subject:
     extras: tuple[Tensor, ...] = ()  # further arguments of the loss, the same in every step
 
     def batches(self, size: int) -> Iterator[SubjectBatch]:
-        """Yield shuffled batches of rows without end.
+        """Yield shuffled batches of `rows` without end, of the sizes of `index_batches`.
 
         The constant tensors `extras` follow the targets of each batch.
         """
@@ -347,7 +368,8 @@ class Subject:
 def join_subjects(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
     """Combine several subjects into one course; batches hold equal parts of each.
 
-    A part has size // number of subjects rows.
+    A part has size // number of subjects rows, fewer (but two) if the subject has fewer. The
+    course's loss is `joint_loss`.
 
     Batch normalisation then uses statistics of all subjects together. Subjects that alternate would
     each be normalised by their own statistics in training, and by those of none in evaluation.
@@ -406,8 +428,9 @@ def fit_rows(
         rows: Equally long tensors.
         epochs: Passes over the rows.
         batch_size: Rows in a step.
-        recipe: Optimizer and learning rate.
-        extras: Further arguments of the loss, one sequence of tensors for each step.
+        recipe: Optimizer and learning rate, which stays constant.
+        extras: Further arguments of the loss, one sequence of tensors for each step. Training ends
+            with them if they are fewer than steps.
     """
     trainer = Trainer.of(module.train(), recipe)
     n = len(rows[0])

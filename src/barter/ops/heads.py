@@ -65,7 +65,7 @@ def load_head(model: Classifier, head: State) -> None:
 
 
 def logits_by_heads(model: Classifier, head: State, data: Images) -> tuple[Tensor, Tensor]:
-    """Return the logits of all images by the network's own head, and by another one.
+    """Return the logits of all images by the network's own head, then those by `head`.
 
     The features, which are nearly all of the work, are computed once. The network is left in
     evaluation mode and with its own head. An empty `head` gives the own logits twice.
@@ -89,12 +89,15 @@ def remove_ineffective(change: State, model: Classifier) -> State:
     No prediction depends on this part, because a softmax ignores what all logits share. Cross
     entropy has no gradient in its direction. Adam's steps, which have the same size for all
     weights, nevertheless add it up until it is most of the change of a client that lacks most
-    classes. Classifiers with a hand-written split are returned unchanged, since their use of the
-    head's weights is not known.
+    classes. The change of a classifier with a hand-written split is returned as it is, since its
+    use of the head's weights is not known.
 
     Args:
-        change: Difference of two states of the network; only "head.weight" changes.
+        change: Difference of two states of the network, which is not modified.
         model: The network.
+
+    Returns:
+        A new state with another "head.weight"; all other tensors are those of `change`.
     """
     if not isinstance(model, SplitClassifier):
         return change

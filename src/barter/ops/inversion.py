@@ -76,20 +76,25 @@ def fit_decoder(
     schedule: Schedule,
     terms: Terms,
 ) -> tuple[State, float]:
-    """Train a decoder whose images every viewer maps back to their codes.
+    """Train a decoder of codes to images, such that a client's network recovers its codes.
+
+    A viewer is a client's network with the layer that maps its features to codes; it sees the
+    images that are decoded from this client's codes.
 
     Args:
         server: The server, whose device and image format are used.
         start: State of a decoder to continue from; if empty, a new one is trained.
         viewers: Each client's network and translation layer.
-        codes: Each client's codes (images, views, width). One view is used at a time.
+        codes: Each client's codes (images, views, width). An image is decoded from the codes of all
+            its views, and compared by one view in a step (see `choose_views`).
         embeddings: The embeddings that the codes were computed from.
-        recipe: Optimizer and learning rate.
+        recipe: Optimizer and learning rate, which is annealed over the steps.
         schedule: Length of the training and composition of batches.
-        terms: Further loss terms.
+        terms: Further loss terms; `differ` needs at least two clients.
 
     Returns:
-        The decoder's state, and its mean reconstruction loss in the last pass.
+        A copy of the decoder's state, and its mean reconstruction loss in the last pass over the
+        largest client's codes, without further terms.
     """
     ids = list(codes)
     _, views, width = codes[ids[0]].shape
@@ -139,15 +144,15 @@ def decoded_inversion_loss(
     terms: Terms,
     batch: tuple[CodeBatch, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Decode a batch and return its inversion loss, with and without further terms.
+    """Decode a batch and return its `inversion_loss` with further terms, then without.
 
-    Every viewer sees one view of each of its images.
+    Every viewer sees one view of each of its images, see `choose_views`.
 
     Args:
         decoder: The decoder.
         spec: Format of the viewers' inputs.
         viewers: The viewers whose codes are in the batch.
-        others: For each viewer the network from which it may have to differ.
+        others: For each viewer the network from which it has to differ, if `terms` says so.
         terms: Further loss terms.
         batch: Each viewer's codes and embeddings.
     """
@@ -175,7 +180,7 @@ def discrepancy(choice: Discrepancy, teacher: Tensor, student: Tensor) -> Tensor
 
     "kl" is 0.1 KL(teacher ‖ student), scaled because a decoder that maximises it diverges
     otherwise. "mae" is the mean absolute, any other choice the mean squared difference of
-    probabilities.
+    probabilities, over images and classes.
     """
     if choice == "kl":
         return 0.1 * kl(teacher, student)
@@ -191,14 +196,14 @@ def inversion_loss(
     embeddings: Sequence[Tensor],
     terms: Terms,
 ) -> tuple[Tensor, Tensor]:
-    """Return the inversion loss of all viewers with further terms, and without.
+    """Return the inversion loss of all viewers with further terms, then without.
 
-    The loss without further terms is the mean squared error between each code and what its viewer
-    recovers from the image.
+    The loss without further terms, which is detached, is the mean squared error between each code
+    and what its viewer recovers from the image. Both are means over all viewers' images.
 
     Args:
         viewers: The viewers.
-        others: For each viewer the network from which it may have to differ.
+        others: For each viewer the network from which it has to differ, if `terms` says so.
         images: Each viewer's decoded images.
         codes: The codes of these images.
         embeddings: The embeddings of these images.

@@ -17,7 +17,8 @@ __all__ = ["companion"]
 def companion(client: Client, name: str, weights: State) -> Classifier:
     """Return a client's copy of the shared network, with these weights.
 
-    On a lane all clients use the same module, one after the other.
+    On a lane all clients use the same module, one after the other; its training mode is as the last
+    user left it.
 
     Args:
         client: The client.

@@ -36,8 +36,7 @@ def prepare_photographs(spec: Spec, device: torch.device) -> None:
     """Load the photographs, so that processes that are forked later need not.
 
     Raises:
-        ConfigError: If photographs cannot stand in for the task's images, which are neither grey nor
-            coloured.
+        ConfigError: If the task's images have neither one channel (grey) nor three (colour).
     """
     if spec.channels not in (1, 3):
         raise ConfigError(
@@ -48,14 +47,16 @@ def prepare_photographs(spec: Spec, device: torch.device) -> None:
 
 
 def photograph_images(spec: Spec, index: Tensor, total: int, seed: int) -> Tensor:
-    """Return some of a seed's images, as input of networks.
+    """Return some of the images that a seed stands for, normalised (N, channels, side, side).
 
     An image is a crop of a photograph of random size, place, angle and colours, with a box of
-    another such crop in it. They have the size of decoded images (`decoder_side`). The same
-    seed gives the same images on every device, but for rounding.
+    another such crop in it. The side is `decoder_side`, which may be less than the input size of
+    networks. The same seed and total give the same images on every device, but for rounding. The
+    global random generator is not used.
 
     Args:
-        spec: The task, by whose statistics images are normalised; grey if it has one channel.
+        spec: The task, whose size and channels count; images are grey if it has one channel. Pixels
+            are clamped to its black and white.
         index: Which images, from 0 to total - 1.
         total: Number of images of the seed.
         seed: The seed.

@@ -104,10 +104,10 @@ def clipped_sum(
         loss: Called with logits and labels.
         data: All images.
         chosen: Indices of the images in the batch.
-        clip: Largest norm of an image's gradient. Values that are not finite count as 0.
+        clip: Largest norm of an image's gradient. Entries that are not finite count as 0.
 
     Returns:
-        One tensor per trainable parameter.
+        One tensor per trainable parameter, in the order of `trained`.
     """
     fixed = {name: value for name, value in model.state_dict().items() if name not in trained}
 

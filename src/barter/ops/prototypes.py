@@ -55,11 +55,11 @@ def concatenate_tables(tables: Iterable[ByClass]) -> ByClass:
 
 
 def mean_table(tables: Iterable[ByClass]) -> ByClass:
-    """Return the mean vector of every class, over the tables that have one.
+    """Return the mean vector of every class over the tables that have one, sorted by class.
 
-    All tables have the same weight. The run's defence on prototypes replaces the mean: "cosine"
-    leaves out whole tables (`select_trusted_tables`) and takes the mean of the others, other rules
-    aggregate the vectors of each class.
+    All tables have the same weight; there must be at least one. The run's defence on prototypes
+    replaces the mean: "cosine" leaves out whole tables (`select_trusted_tables`) and takes the mean
+    of the others, other rules aggregate the vectors of each class.
     """
     tables = list(tables)
     if robust.active().rule_for("prototypes") == "cosine":
@@ -82,14 +82,15 @@ def _class_means_of(tables: Sequence[ByClass]) -> ByClass:
 def select_trusted_tables(
     tables: Mapping[int, ByClass], kind: robust.Aggregate = "sets"
 ) -> list[ByClass]:
-    """Return the clients' tables without those that the run's defence leaves out.
+    """Return the clients' tables, in order, without those that the run's defence leaves out.
 
-    The defence compares all of a client's vectors with those of other clients for the same classes.
-    Without a defence of this kind of aggregate, all tables are returned.
+    The defence compares all of a client's vectors with those of other clients for the same classes
+    (`Defence.keep`). Without a defence of this kind of aggregate, and of fewer than three tables,
+    all are returned.
 
     Args:
         tables: The table of each client, of which at least one has a class.
-        kind: The kind of aggregate whose rule applies.
+        kind: The kind of aggregate whose rule applies: "sets" or "prototypes".
     """
     kept = list(tables.values())
     if not robust.active().defends(kind):
@@ -106,12 +107,15 @@ def select_trusted_tables(
 
 
 def features_of(model: Classifier, data: Images) -> Tensor:
-    """Return the features of all images; the model is left in evaluation mode."""
+    """Return the features (images, features) of all images, which are not augmented.
+
+    The model is left in evaluation mode.
+    """
     return predict(model.eval().features, data.batch, torch.arange(len(data), device=data.device))
 
 
 def prototypes_of(model: Classifier, data: Images) -> ByClass:
-    """Return the mean features of every class that occurs; sets evaluation mode."""
+    """Return the mean features of every class that occurs; the model is left in evaluation mode."""
     return class_means(features_of(model, data), data.labels)
 
 
@@ -119,7 +123,7 @@ def update_table(old: Sequence[ByClass], new: ByClass) -> ByClass:
     """Update a table: new vectors, and the old ones of classes without a new vector.
 
     Args:
-        old: The old table, or nothing.
+        old: A list of the old table, or an empty list.
         new: The new table.
 
     Returns:
@@ -137,10 +141,10 @@ def update_table(old: Sequence[ByClass], new: ByClass) -> ByClass:
 def lookup(
     table: Sequence[ByClass], classes: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return a row for each of all classes, and which classes have one.
+    """Convert a table to one row for each class of the task, and a mask of the classes in it.
 
     Args:
-        table: The table, or nothing.
+        table: A list of the table, or an empty list.
         classes: Number of all classes.
         width: Length of the vectors.
         device: Device of the result.

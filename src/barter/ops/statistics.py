@@ -58,7 +58,7 @@ def _norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def norm_names(model: nn.Module) -> set[str]:
-    """Return the names of all batch-norm tensors in a state.
+    """Return the names, in the model's state, of all tensors of its batch-norm layers.
 
     These are weights, biases, running statistics and counters.
     """
@@ -90,10 +90,11 @@ def renew_statistics(model: Classifier, data: Images, batch_size: int) -> None:
 
 @torch.no_grad()
 def renew_statistics_from(model: Classifier, batches: Iterable[Tensor]) -> None:
-    """Replace batch-norm running statistics by their mean over batches.
+    """Replace batch-norm running statistics by the mean of the batches' statistics.
 
     Every batch has the same weight. Only the normalisation layers are in training mode. The model
-    is left in evaluation mode. Without such layers, no batch is read.
+    is left in evaluation mode. Without such layers, no batch is read. Without batches, means are 0
+    and variances 1.
 
     Args:
         model: The model.
@@ -135,7 +136,7 @@ def normalise_by_batch(model: nn.Module) -> Iterator[None]:
 
 
 def renew_batches(n_images: int, batch_size: int) -> int:
-    """Return the batches of `renew_statistics`: n_images // batch_size, at least 1."""
+    """Return the number of batches of `renew_statistics`: n_images // batch_size, at least 1."""
     return max(1, n_images // batch_size)
 
 
@@ -210,11 +211,12 @@ def compare_statistics(model: nn.Module, weights: Tensor | None = None) -> Itera
 
     Args:
         model: The network, whose normalisation layers are compared.
-        weights: Weight of each image; equal weights if None.
+        weights: Weight of each image (images,); equal weights if None.
 
     Yields:
-        A list that fills up with one value per normalisation layer: the distance between the means
-        plus the distance between the variances (DeepInversion).
+        A list to which each forward pass appends one scalar per normalisation layer, with gradient
+        and in the order of execution: the Euclidean distance of the channels' means of the layer's
+        input from the running means, plus that of the variances (DeepInversion).
     """
     distances: list[Tensor] = []
 
@@ -242,7 +244,7 @@ def whitening_transform(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     The whitened rows are `(x - mean) @ matrix`.
 
     Args:
-        x: The rows.
+        x: The rows (rows, width).
         floor: A direction of variance v is scaled by 1 / sqrt(v + floor * mean variance), so that
             those of little variance, mostly noise, are amplified less; 0 whitens exactly.
     """

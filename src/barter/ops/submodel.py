@@ -52,15 +52,16 @@ def width_budget(client: int, clients: int, rho: int, sigma: int) -> float:
 
 
 def kept_channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
-    """Return the channels of a layer that are kept in round t.
+    """Return the indices (part,) of a layer's channels that are kept in round t.
 
     Args:
         width: Number of channels of the full layer.
         part: Number of channels to keep.
-        rule: "static" keeps the first, "random" a random subset, "rolling" a window that wraps
-            around: it begins at channel 0 in round 1, and one channel lower in each further round,
-            as in FedRolex's code. Its paper lets the window begin one channel higher; over `width`
-            rounds, both train every channel equally often.
+        rule: "static" keeps the first, "random" a random subset in random order (from torch's
+            global generator of the CPU), "rolling" a window that wraps around: it begins at channel
+            0 in round 1, and one channel lower in each further round, as in FedRolex's code. Its
+            paper lets the window begin one channel higher; over `width` rounds, both train every
+            channel equally often.
         t: The round, from 1.
     """
     if rule == "random":
@@ -72,15 +73,16 @@ def kept_channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
 def submodel_indices(
     full: Mapping[str, Tensor], part: Mapping[str, Tensor], rule: Extraction, t: int
 ) -> SubmodelIndices:
-    """Return where the entries of a submodel stand in the full network's state.
+    """Return for each tensor of a submodel, and each axis, its indices in the full network.
 
+    Layers with the same width in the full network, and in the submodel, keep the same channels.
     States list tensors layer by layer, with outputs along the first axis. The inputs of a linear
     layer may be channels times positions; all positions of a channel are then kept together.
 
     Args:
         full: State of the full network.
-        part: State of the submodel.
-        rule: Which channels are kept.
+        part: State of the submodel. Of both states only names and shapes are used.
+        rule: Which channels are kept, see `kept_channels`.
         t: The round, from 1.
     """
     chosen: dict[tuple[int, int], Tensor] = {}  # by width in the full network and in the part
@@ -143,16 +145,22 @@ def average_submodels(
 ) -> State:
     """Average submodels entry by entry over the clients with the entry (DFRD, Eq. 1).
 
-    A run with a defence on states uses its robust aggregate instead of the mean.
+    A run with a defence on states uses its robust aggregate instead of the mean, in which clients
+    have equal weights unless the rule is "cosine".
 
     Args:
-        full: State of the full network; entries that no client holds keep their values.
+        full: State of the full network, which is not modified; entries that no client holds keep
+            their values.
         parts: Each client's state.
-        where: Each client's indices in the full network.
-        weights: Each client's weight.
-        owned: Each client's number of images of each class, for the tensors in `head`.
+        where: Each client's indices in the full network, see `submodel_indices`.
+        weights: Each client's weight; only their ratios matter.
+        owned: Each client's number of images of each class, for the tensors in `head`; None treats
+            these like all others.
         head: Names of tensors with one row per class. A client counts only in the rows of classes
             of which it owns images.
+
+    Returns:
+        The new state of the full network; integer entries are rounded.
     """
     if robust.active().defends("states"):
         kept = weights if robust.active().keeps_weights("states") else dict.fromkeys(parts, 1.0)
@@ -210,9 +218,10 @@ def _defended(
 
 
 def head_names(model: nn.Module) -> frozenset[str]:
-    """Return the tensor names of the last linear layer, which has one row per class.
+    """Return the tensor names of the linear layer defined last, which has one row per class.
 
-    They are empty for a network without linear layers.
+    They are NAME.weight and NAME.bias, even if the layer has no bias. Without linear layers there
+    are none.
     """
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     return frozenset(f"{name}.{part}" for name in linears[-1:] for part in ("weight", "bias"))
@@ -221,11 +230,13 @@ def head_names(model: nn.Module) -> frozenset[str]:
 def verify_submodel(full: Classifier, part: Classifier, spec: Spec) -> None:
     """Check that a submodel computes what the full network does with masked weights.
 
-    The weights outside of the submodel are zero in the full network.
+    Both are copied and get the same random weights, with random channels in the submodel; the
+    weights outside of it are zero in the full network. Neither network is changed, nor the global
+    random state.
 
     Args:
-        full: The full network.
-        part: The submodel.
+        full: The full network, on the CPU.
+        part: The submodel, on the CPU.
         spec: Format of the images.
 
     Raises:

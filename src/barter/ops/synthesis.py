@@ -105,7 +105,9 @@ class Ensemble(nn.Module):
         """Return the ensemble's logits, and the images' distance from batch statistics.
 
         The distance is DeepInversion's, from the running statistics of each model's batch
-        normalisation. An image counts in a model's distance by the client's weight for its label.
+        normalisation (`compare_statistics`), summed over layers and models. An image counts in a
+        model's distance by its weight there, and the model by its mean weight. The run's defence
+        replaces the sum of logits, and drops the distances of outlying models.
 
         Args:
             x: Normalised images.
@@ -153,7 +155,7 @@ def build_ensemble(server: Server, weights: Mapping[int, State]) -> Ensemble:
 
 
 def server_generator(server: Artist, width: int) -> Decoder:
-    """Return the server's generator, in training mode, with its last weights.
+    """Return the server's generator, in training mode, with its last weights; at first random ones.
 
     Args:
         server: The server.
@@ -164,7 +166,7 @@ def server_generator(server: Artist, width: int) -> Decoder:
 
 
 def generate_from_codes(generator: Decoder, codes: Tensor, spec: Spec) -> Tensor:
-    """Generate the images of codes (images, width), in the networks' input size."""
+    """Generate one image per code (images, width), resized to the networks' input size."""
     return resize_images(generator(codes[:, None]), spec)
 
 
@@ -183,7 +185,8 @@ def store_generator(
         server: The server, whose `generator` and `report` are updated.
         generator: The generator.
         codes: Codes of the images by which variety is measured.
-        y: Labels of the codes; if None, the predictions of the server's model.
+        y: Labels of the codes; if None, the predictions of the server's model, which is left in
+            evaluation mode.
     """
     server.generator = copy_state(generator)
     x = generate_from_codes(generator, codes, server.spec)
@@ -194,13 +197,14 @@ def store_generator(
 def images_for_display(
     party: Node, codes: Tensor, y: Tensor | None, wanted: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return labels and images of codes for display; None without a generator.
+    """Return labels and generated images for display; None without a generator.
 
     Args:
         party: The party; only an `Artist` has a generator.
         codes: The codes.
-        y: Labels of the codes; if None, the predictions of the party's model.
-        wanted: Chooses the indices to show from the labels.
+        y: Labels of the codes; if None, the predictions of the party's model, which is left in
+            evaluation mode.
+        wanted: Called with all labels; returns the indices of the images to show.
     """
     if not isinstance(party, Artist) or not party.generator:
         return None
@@ -216,15 +220,12 @@ def fidelity(ensemble: Tensor, y: Tensor) -> Tensor:
 
 
 def fidelity_by_label(logits: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-    """Return the clients' cross entropy, weighted by how well they know a label.
+    """Return the weighted sum of the clients' cross entropies, averaged over images.
 
     Args:
         logits: Logits (clients, images, classes).
         y: Labels of the images.
-        weights: Weights (clients, images).
-
-    Returns:
-        The sum over clients, averaged over images.
+        weights: Weights (clients, images): how well a client knows the label of an image.
     """
     losses = F.cross_entropy(logits.flatten(0, 1), y.repeat(len(logits)), reduction="none")
     return (weights * losses.view_as(weights)).sum(0).mean()
@@ -290,9 +291,10 @@ def merge_spectra(spectra: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 def sample_canvases(count: int, known: Tensor) -> Tensor:
-    """Return random images with a given spectrum and no content.
+    """Return random images (count, channels, height, width) with a given spectrum and no content.
 
-    Their variety is that of the spectrum, so that no generator can lose it.
+    Frequencies are independent and normal. The images' variety is that of the spectrum, so that no
+    generator can lose it.
 
     Args:
         count: Number of images.
@@ -435,10 +437,11 @@ def train_alternately(
     training: bool,
     lasting: bool = True,
 ) -> None:
-    """Train a generator and a student alternately.
+    """Train a generator and a student alternately, both in place.
 
-    The student is frozen and in evaluation mode while the generator is trained. The mean losses and
-    the numbers of steps are reported as generator_loss, generator_steps, global_loss and
+    The student is frozen and in evaluation mode while the generator is trained; in the end all its
+    parameters are trainable. Learning rates stay constant. The mean losses and the numbers of steps
+    are put into the server's report as generator_loss, generator_steps, global_loss and
     global_steps.
 
     Args:

@@ -79,9 +79,10 @@ Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]  # images -> predictio
 def public_entry(
     round_number: int, sizes: Mapping[int, int], public: Images, device: torch.device
 ) -> Entry:
-    """Return an entry of public images, sampled for each client with repetition.
+    """Return a round's entry of public images, sampled for each client with repetition.
 
-    Its codes are indices of public images, and its decoder is empty.
+    Its codes are indices of public images, from torch's default generator of the device. Its
+    decoder is empty.
 
     Args:
         round_number: The round.
@@ -96,9 +97,10 @@ def public_entry(
 def photograph_entry(
     round_number: int, sizes: Mapping[int, int], seed: int, device: torch.device
 ) -> Entry:
-    """Return an entry from which every client makes the same crops of photographs.
+    """Return a round's entry from which every client makes the same crops of photographs.
 
-    Its codes number the crops of all clients, and its decoder is empty.
+    Its codes number the crops from 0 on, client after client in the order of `sizes`. Its decoder
+    is empty.
 
     Args:
         round_number: The round.
@@ -119,16 +121,17 @@ def statistics_entry(
     docking: Mapping[int, nn.Linear],
     seed: int,
 ) -> Entry:
-    """Return an entry from which every client repeats the samples of all clients' statistics.
+    """Return a round's entry from which every client repeats the samples of all clients' Gaussians.
 
-    In place of codes it has the indices of samples. Weights are in half precision.
+    In place of codes it has the indices of samples, from 0 on for each client; `sample_codes` makes
+    codes of them. Weights are in half precision.
 
     Args:
         round_number: The round.
-        codes: The codes of the samples by client, which are not sent.
+        codes: The codes of the samples by client. Only their number is used.
         decoder: State of the decoder.
-        gaussians: The clients' statistics.
-        docking: The layers that map samples to codes.
+        gaussians: The clients' Gaussians.
+        docking: Each client's layer that maps samples to codes.
         seed: The seed of the samples.
     """
     return {
@@ -142,18 +145,25 @@ def statistics_entry(
 
 
 def transfer_images(client: Client, entry: Entry, owner: int, codes: Tensor) -> Tensor:
-    """Return the transfer images of some of a client's codes, as another client decodes them."""
+    """Return the images of some of the owner's codes as a client makes them, see `entry_images`.
+
+    Args:
+        client: The client that makes the images, with its image format and public data.
+        entry: The round's entry.
+        owner: The client whose codes they are.
+        codes: Some of the entry's codes of the owner.
+    """
     return entry_images(entry, owner, codes, client.data.spec, client.public)
 
 
 def entry_images(
     entry: Entry, owner: int, codes: Tensor, spec: Spec, public: Images | None = None
 ) -> Tensor:
-    """Return the transfer images of some of a client's codes.
+    """Return the normalised transfer images of some of a client's codes, in their order.
 
     Codes of four axes are images already. Codes of one axis are indices: of samples where the entry
     has Gaussians, of crops of photographs where it has a seed alone, otherwise of public images. All
-    others are decoded by the entry's decoder.
+    others are decoded by the entry's decoder. Decoded images and crops have the decoder's size.
 
     Args:
         entry: The round's entry.
@@ -176,7 +186,13 @@ def entry_images(
 
 
 def decode_images(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
-    """Decode codes (images, views, width) to images."""
+    """Decode codes (images, views, width) to images of the decoder's size, without gradients.
+
+    Args:
+        decoder: State of a `Decoder`, in single or half precision.
+        spec: Format of the images.
+        codes: The codes, at least one.
+    """
     parts = views.parts_of_views(codes.shape[1])
     network = Decoder.from_state(to_single(decoder), spec, parts)
     index = torch.arange(len(codes), device=codes.device)
@@ -184,12 +200,14 @@ def decode_images(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
 
 
 def sample_codes(entry: Entry, owner: int, index: Tensor) -> Tensor:
-    """Return the codes of some samples of a client's Gaussians.
+    """Return the codes (samples, views, width) of some samples of a client's Gaussians.
+
+    They follow from the entry's seed and the client alone, so that every client gets the same.
 
     Args:
-        entry: The round's entry, of statistics.
-        owner: The client.
-        index: Indices of the samples.
+        entry: The round's entry, made by `statistics_entry`.
+        owner: The client whose Gaussians are sampled.
+        index: Indices of the samples, from 0 to their number in the entry - 1.
     """
     assert "gaussians" in entry
     assert "docking" in entry
@@ -212,7 +230,7 @@ def to_single(state: State) -> State:
 
 
 def newest_entries(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
-    """Return the last entries, one per round, at most `limit` of them; None for all.
+    """Return the last `limit` entries in their order, one per round; all of them for None.
 
     Of several entries of a round the last counts, in the place of the first.
     """
@@ -222,9 +240,18 @@ def newest_entries(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
 
 
 def sample_review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]:
-    """Sample `size` of a client's images of all entries; all of them if there are fewer.
+    """Sample synthetic images of past rounds that a client made, for the exchange to repeat.
 
-    Sampled without repetition. There is one page for each entry that has a sampled image.
+    They are sampled without replacement by the global random generator.
+
+    Args:
+        entries: The rounds to sample from.
+        owner: The client that made the images.
+        size: Number of images in all; all images if there are fewer.
+
+    Returns:
+        Pages (round, owner, sorted indices into the owner's codes), in the order of `entries`: one
+        for each entry that has a sampled image.
     """
     own = [entry for entry in entries if owner in entry["codes"]]
     codes = [entry["codes"][owner] for entry in own]
@@ -241,12 +268,16 @@ def sample_review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]
 
 
 def decode_pages(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[Tensor]:
-    """Return the images of each page. Those of one round are decoded together.
+    """Return the images of each page, in the order of `pages`.
+
+    A page is some images of a client in a round.
 
     Args:
-        entries: The memory, which has an entry for the round of each page.
-        pages: Round, owner and indices of images; indices of None are all of the owner's.
-        draw: Decodes the codes of an entry.
+        entries: The entries of several rounds, among them the round of each page.
+        pages: (round, owner, indices into the owner's codes); indices of None stand for all.
+        draw: Called as draw(entry, owner, codes) once per round, with the codes of all its pages
+            concatenated and the owner of the first; returns the images. Indices of samples have
+            been replaced by their codes (`sample_codes`).
     """
     images: dict[int, Tensor] = {}
     for entry in entries:
@@ -268,13 +299,18 @@ def decode_pages(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) ->
 
 
 def prepare_lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson:
-    """Return a client's predictions for its new images, and for as many of earlier rounds.
+    """Return a client's predictions for all of its images in the newest entry, and for older ones.
+
+    Of its images of earlier rounds, as many as new ones are sampled (`sample_review`).
 
     Args:
-        entries: The memory, the newest entry last.
-        owner: The client.
-        draw: Decodes the codes of an entry.
-        say: Computes the predictions for images, by name.
+        entries: The entries of several rounds, the newest one last.
+        owner: The client, which has images in the newest entry.
+        draw: Makes images of codes, see `decode_pages`.
+        say: Maps images to predictions by name, such as {"logits": ...}.
+
+    Returns:
+        The targets of the newest round, without an index, then those of earlier rounds.
     """
     *past, newest_entry = entries
     new_page: Page = (newest_entry["round"], owner, None)
@@ -295,14 +331,14 @@ def prepare_lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -
 
 
 def check_lesson(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson:
-    """Check that a lesson is about images that its teacher has, and return it.
+    """Check that a lesson is about images that its teacher, `owner`, has; return it unchanged.
 
-    It must cover all images of the newest entry, and may cover some of earlier ones. Targets
-    without an index cover all images of their round.
+    It must cover all images of the newest entry, without an index, and may cover some of earlier
+    ones. Targets without an index cover all images of their round.
 
     Raises:
         PayloadError: If it names a round twice, a round or an image that does not exist, or lacks
-            the newest round.
+            images of the newest round.
     """
     n_images = {entry["round"]: len(entry["codes"].get(owner, ())) for entry in entries}
     rounds = [targets["round"] for targets in lesson]
@@ -316,6 +352,11 @@ def check_lesson(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson
         available = n_images[round_number]
         index = targets.get("index")
         last = len(targets["logits"]) - 1
+        if index is not None and round_number == entries[-1]["round"]:
+            raise PayloadError(
+                f"a lesson on some images of round {round_number}, the newest: it must be on all "
+                f"{available}, in their order"
+            )
         if index is not None:
             last = int(index.max()) if len(index) else 0
         if last >= available or (index is None and last + 1 != available):
@@ -332,11 +373,13 @@ def distribute_lessons(
 
     Args:
         lessons: Each client's lesson.
-        peers: Number of others that a client hears; None means all others.
-        teachers: The clients whose lessons count; those of others reach nobody.
+        peers: Number of others that are sampled for each client, by torch's global generator; None
+            means all others.
+        teachers: The clients whose lessons count; those of others reach nobody. They are left out
+            after sampling, so that a client may get fewer than `peers` lessons.
 
     Returns:
-        For each client that hears a teacher, the lessons by teacher.
+        Client -> teacher -> lesson. Clients without a lesson are missing.
     """
     others = {k: [i for i in lessons if i != k] for k in lessons}
     if peers is not None:
@@ -354,13 +397,15 @@ def collect_lessons(
     """Return the training rows of some lessons: images, logits, and embeddings if there are any.
 
     Args:
-        entries: The memory, the newest entry last.
+        entries: The entries of several rounds, the newest one last.
         lessons: Each teacher's lesson.
-        draw: Decodes the codes of an entry.
-        mixed: Put the rows of all teachers into one group; otherwise each teacher has its own.
+        draw: Makes images of codes, see `decode_pages`.
+        mixed: Join all teachers' rows; otherwise each teacher has its own groups.
 
     Returns:
-        Groups of equally long tensors: those of new images first, then those of earlier rounds.
+        Groups of equally long tensors [images, logits(, embeddings)]. New and earlier images are in
+        different groups: first the groups of new images, one per teacher in ascending order or one
+        in all, then those of earlier rounds, if any.
     """
     newest_round = entries[-1]["round"]
     by_teacher = [(i, targets) for i, lesson in lessons.items() for targets in lesson]

@@ -37,8 +37,8 @@ def class_summaries(
     """Return the mean features of each class in each set, and which classes a set has.
 
     Args:
-        model: The network that computes features.
-        lots: Condensed sets.
+        model: The network that computes features; it is left in evaluation mode.
+        lots: Condensed sets, which may be empty.
         server: The server, for the format of images.
 
     Returns:
@@ -79,7 +79,7 @@ def trusted_sets(server: Server, lots: Mapping[int, Lot]) -> list[int]:
 
 
 def consistent_clients(scores: Mapping[int, float]) -> list[int]:
-    """Return the clients whose score is at least half of the median score.
+    """Return the clients whose score, where higher is better, is at least half of the median.
 
     Without a defence on sets, and of fewer than three clients, all are returned.
     """

@@ -57,7 +57,7 @@ def parts_of_views(views: int) -> int:
 
 
 def choose_views(images: int, parts: int, device: torch.device) -> Tensor:
-    """Choose a view for each of some images.
+    """Return the view by which each of some images is compared, an index from 0.
 
     Images 0, parts, 2 * parts, ... are seen in full (view 0); the others show the parts 1 to
     parts^2 in turn. With `parts` of 0 all are seen in full. Nothing is random.
@@ -86,10 +86,10 @@ def extract_views(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tens
     """Return one view of each image, in the networks' input size; differentiable.
 
     Args:
-        images: The images.
+        images: The images (N, C, H, W), of any size.
         views: The view of each image: 0 is the full image, then parts row by row.
-        parts: Number of parts along each side, at least 2; 0 for full images only. A part's side is
-            1.25 / parts of the image's, so that neighbours overlap.
+        parts: Number of parts along each side, at least 2; 0 for full images only, whatever `views`
+            is. A part's side is 1.25 / parts of the image's, so that neighbours overlap.
         spec: Format of the networks' inputs.
     """
     if not parts:

@@ -36,12 +36,13 @@ def sample_directions(
     """Return q random directions for every sample of a batch.
 
     Args:
-        x: The batch.
+        x: The batch; only its shape and device are used.
         q: Number of directions.
-        kind: On the unit sphere, or Gaussian.
-        frequencies: Number of lowest frequencies to use along each side; None uses all. In a
-            space of few dimensions, few directions give a better estimate, and fine patterns that
-            only fool a network are left out (low-frequency perturbations, Guo et al. 2019).
+        kind: "sphere" gives every sample directions of length 1, "gaussian" standard normal ones.
+        frequencies: Number of lowest frequencies to use along each of the last two axes; None uses
+            all. In a space of few dimensions, few directions give a better estimate, and fine
+            patterns that only fool a network are left out (low-frequency perturbations, Guo et al.
+            2019).
 
     Returns:
         Directions (q, *x.shape).
@@ -79,14 +80,14 @@ def _factor(u: Tensor, kind: DirectionKind, frequencies: int | None) -> float:
 def loss_estimate(
     u: Tensor, differences: Tensor, eps: float, kind: DirectionKind, frequencies: int | None = None
 ) -> Tensor:
-    """Estimate the gradient of a scalar loss of the whole batch.
+    """Estimate the gradient of a scalar loss of the whole batch, in the batch's shape.
 
     Args:
-        u: The directions (q, *batch).
-        differences: L(x + ε u) - L(x) for each direction.
+        u: The directions (q, *batch) of `sample_directions`.
+        differences: L(x + ε u) - L(x) for each direction (q,).
         eps: ε, the length of the difference step.
         kind: Kind of the directions.
-        frequencies: Number of frequencies of the directions.
+        frequencies: The `frequencies` of the directions.
     """
     slopes = differences.view(len(u), *[1] * (u.ndim - 1)) / eps
     return _factor(u, kind, frequencies) * (slopes * u).mean(0)
@@ -107,13 +108,13 @@ def directional_estimate(
     that no sample gets the noise of another.
 
     Args:
-        u: The directions (q, *batch).
+        u: The directions (q, *batch) of `sample_directions`.
         outputs: f(x + ε u) for each direction (q, B, C).
         base: f(x), (B, C).
         cotangent: Derivative of the loss with respect to f (B, C).
         eps: ε, the length of the difference step.
         kind: Kind of the directions.
-        frequencies: Number of frequencies of the directions.
+        frequencies: The `frequencies` of the directions.
     """
     slopes = ((outputs.double() - base.double()) * cotangent.double()).sum(-1) / eps  # (q, B)
     weights = slopes.to(u.dtype).view(*slopes.shape, *[1] * (u.ndim - 2))

@@ -147,13 +147,17 @@ def calibrate_noise(
     """Return the least noise multiplier with which Gaussian releases stay within ε.
 
     Args:
-        epsilon: ε of all releases together.
+        epsilon: ε of all releases together, `others` included.
         delta: δ, the probability that ε does not hold.
-        count: The number of Gaussian releases.
-        others: Further releases whose noise is given.
+        count: The number of Gaussian releases, all with the same noise.
+        others: Further releases whose noise is given, and their numbers.
+
+    Returns:
+        The standard deviation of one release in units of C; with others, up to 0.2 % too large.
 
     Raises:
-        ConfigError: If the other releases leave no budget.
+        ConfigError: If the other releases leave no budget, or if pricing them needs dp-accounting,
+            which is not installed.
     """
     others = others or {}
     if not any(others.values()):
@@ -191,11 +195,18 @@ def calibrate_step_noise(epsilon: float, delta: float, rate: float, steps: int) 
         epsilon: ε of all steps together.
         delta: δ, the probability that ε does not hold.
         rate: The probability that an image takes part in a step.
-        steps: The number of steps.
+        steps: The number of steps, at least 1.
 
     Returns:
-        The multiplier, with a relative error of about 1e-5 upwards.
+        The standard deviation in units of C, with a relative error of about 1e-5 upwards.
+
+    Raises:
+        ConfigError: If dp-accounting is not installed, unless so little noise suffices that
+            subsampling is ignored (`SLIGHT`).
     """
+
+    if steps < 1:
+        raise ValueError(f"{steps} steps: they release nothing, so any noise stays within ε")
 
     def excess(log: float) -> float:
         return composed_epsilon({SampledRelease(math.exp(log), rate): steps}, delta) - epsilon

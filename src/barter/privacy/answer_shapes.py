@@ -58,6 +58,9 @@ def parts_shaped_by_images(
     Args:
         algorithm: The algorithm with its configuration.
         parts: The parts of each method's answer, see `answer_parts`.
+
+    Returns:
+        Parts as METHOD.KEY, and METHOD for each method that has such a part.
     """
     found: set[str] = set()
     for method, names in parts.items():
@@ -98,16 +101,17 @@ def unsent_parts(algorithm: Algorithm[Any, Any], methods: Iterable[str]) -> set[
 
 
 def blanks(algorithm: Algorithm[Any, Any], method: str) -> dict[str, Callable[[Any], Any]]:
-    """Return how to blank the parts of an answer for which zeros are not valid.
+    """Return functions that blank the parts of an answer for which zeros are not valid.
 
-    Such are classes, which are all different, and counts with a given sum.
+    Distinct classes are replaced by 0, 1, 2 and so on, counts with a fixed sum by equal ones.
 
     Args:
         algorithm: The algorithm.
         method: The method that returns the answer.
 
     Returns:
-        Key -> function that returns a valid value with the shape of the given one.
+        Key of the answer -> function from the true value to a valid one of the same shape. Keys for
+        which zeros are valid are left out.
     """
     found: dict[str, Callable[[Any], Any]] = {}
     for key, part in _fields(algorithm, method).items():
@@ -120,7 +124,7 @@ def blanks(algorithm: Algorithm[Any, Any], method: str) -> dict[str, Callable[[A
 
 
 def words(algorithm: Algorithm[Any, Any], method: str) -> list[str]:
-    """Return the keys of an answer that hold strings, which cannot be blanked."""
+    """Return the keys of a method's answer that hold strings, which cannot be blanked."""
     parts = _fields(algorithm, method)
     return [key for key, part in parts.items() if isinstance(part, WordSchema)]
 
@@ -152,7 +156,10 @@ def allows_floats(algorithm: Algorithm[Any, Any], part: str) -> bool:
 
 
 def receives_floats(algorithm: Algorithm[Any, Any], part: str) -> bool:
-    """Return whether the arguments of a part's method can hold floats."""
+    """Return whether the arguments that the server sends to a part's method can hold floats.
+
+    A part is METHOD.KEY or METHOD.
+    """
     schema = compile_method(algorithm, part.partition(".")[0])
     return any(map(_allows_floats, schema.parameters))
 

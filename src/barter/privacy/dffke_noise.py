@@ -50,10 +50,10 @@ class Paper(Mechanism):
 
     @torch.no_grad()
     def reach(self, context: ReleaseContext) -> float:
-        """Return the largest change of an embedding when one pixel changes.
+        """Return the largest change of an embedding, as a Euclidean distance, by one pixel.
 
-        A random pixel of each of up to `images` images gets a random value. The change is a
-        Euclidean distance.
+        One random value (a channel of a pixel) of each of the client's first `images` images is
+        replaced by a random one from 0 to 255. Random numbers come from `context.source`.
         """
         data = context.client.data
         model = context.client.model

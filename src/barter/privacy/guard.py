@@ -64,10 +64,10 @@ class Guard:
         self.promised = self.plan.training is not None or bool(self.plan.mechanisms)
 
     def seed(self, known: int) -> int:
-        """Return the seed of all other randomness in a method.
+        """Return the seed of a client method's randomness other than privacy noise.
 
-        If noise is secret and the run promises a guarantee, the choice and order of images must be
-        secret too: each call returns a new random seed. Otherwise it is `known`.
+        If noise is secret and the run protects any answer or its training, the choice and order of
+        images must be secret too: each call returns a new random seed. Otherwise it is `known`.
 
         Args:
             known: The seed that follows from the run's seed.
@@ -81,8 +81,8 @@ class Guard:
         result is an empty tuple.
 
         Raises:
-            PrivacyError: If the run promises a guarantee, and the algorithm does not declare this
-                method.
+            PrivacyError: If the run protects any answer or its training, and the method is neither
+                declared by the algorithm nor `evaluate`.
         """
         if self.promised and method not in {*self.plan.methods, Algorithm.evaluate.__name__}:
             raise PrivacyError(
@@ -97,8 +97,9 @@ class Guard:
     def seal_images(self, client: Client, method: str, stream: int) -> Iterator[None]:
         """Restrict a client's images to private training, if training is private.
 
-        Afterwards the client's report has the ε spent so far. If training is not private, nothing
-        changes.
+        Inside the context `client.data` is `Sealed`. Each training charges the budget, or raises
+        PrivacyError if it would exceed it. Afterwards the client's report has the ε spent so far.
+        If training is not private, nothing changes.
 
         Args:
             client: The client whose images are sealed inside the context.
@@ -135,11 +136,11 @@ class Guard:
     def cost(self, released: Account) -> float:
         """Return ε of a client's releases, each priced by what it was.
 
-        At a site whose run promises a guarantee for all answers, a release without one is infinite.
-        Otherwise this is the ε of the protected parts; the statement names the others.
+        At a site whose run promises a guarantee for all answers, it is infinite if a release has
+        none. Otherwise it is the ε of the protected parts; the statement names the others.
 
         Args:
-            released: The releases.
+            released: The number of releases by description, see `prices`.
         """
         epsilon = total_epsilon if self.secret and self.plan.promised else protected_epsilon
         return epsilon(self._described(released), self.plan.privacy.delta)
@@ -165,8 +166,8 @@ class Guard:
     def _spend(self, client: Client, more: Account, method: str) -> None:
         """Add releases to a client's account, unless they exceed a budget.
 
-        If the run promises a guarantee, the client's report has the new ε. A refused release leaves
-        everything as it is.
+        If the run protects any answer or its training, the client's report gets the new ε. Refused
+        releases leave everything as it is.
 
         Raises:
             PrivacyError: If they exceed the run's budget, or the site's over all runs.
@@ -226,7 +227,7 @@ class Guard:
         return answer
 
     def _note_unprotected(self, method: str, answer: Payload) -> None:
-        """Note the unprotected parts of a site's answer.
+        """Add the unprotected parts of a site's answer to `open_releases`.
 
         In one process the engine counts them.
 

@@ -66,7 +66,8 @@ class Ledger:
         """Return the account of each run, in the order in which they began.
 
         Accounts of older versions come first. They count releases by name, so that the price of
-        all but private training is unknown.
+        all but private training is unknown. The result is cached until the file changes: do not
+        modify it.
 
         Raises:
             CheckpointError: If the file is damaged. An incomplete last line is not damage: it was
@@ -92,7 +93,7 @@ class Ledger:
         return runs
 
     def account(self) -> dict[str, int]:
-        """Return the releases of all runs together, older versions' included.
+        """Return the number of releases by description in all runs, older versions' included.
 
         Raises:
             CheckpointError: If the file is damaged.
@@ -136,8 +137,9 @@ class Ledger:
         Args:
             run: The run's id.
             releases: Description of each release -> number of releases.
-            about: Round, method, δ, data and number of images.
-            budget: ε and δ that all runs together may not exceed; None for no limit.
+            about: Further fields of the line. "delta" and "data" are required: without them the
+                ledger counts as damaged.
+            budget: (ε, δ) that all runs together may not exceed; None for no limit.
 
         Raises:
             PrivacyError: If they would exceed it, as when another site that shares this ledger

@@ -74,7 +74,9 @@ class Mechanism:
         return None
 
     def protects(self, labels: bool, first: bool) -> bool:
-        """Return whether the mechanism applies to a kind of values.
+        """Return whether the mechanism applies to labels, or to floats, in one of its parts.
+
+        By default it applies to floats in the first part and to labels in the second.
 
         Args:
             labels: Whether the values are labels, and not floats.
@@ -89,13 +91,16 @@ class Mechanism:
 
     @property
     def blanks(self) -> bool:
-        """Return whether values other than floats are replaced by zero or emptied."""
+        """Return whether `apply` replaces values other than floats by zeros or empties them."""
         return False
 
     def release(self) -> Release | None:
-        """Return the cost of one answer for accounting.
+        """Return the cost of one protected answer for accounting.
 
-        None if the answer does not depend on the data, or if there is no guarantee.
+        None if the answer does not depend on the data, or if there is no guarantee (`promises`).
+
+        Raises:
+            AssertionError: If the noise multiplier is still to be found.
         """
         return None
 
@@ -103,8 +108,12 @@ class Mechanism:
         """Return the protected values that leave the client; subclasses implement it.
 
         Args:
-            values: The values of the parts that the mechanism covers.
+            values: The values of the part, which are several if the answer is a list, then those of
+                the second part (see `second_key`). They are not modified.
             context: The client, the noise source, and what one image can change.
+
+        Returns:
+            A value for each of `values`, in their order.
         """
         raise NotImplementedError
 
@@ -139,11 +148,11 @@ class Additive(Mechanism):
         return True
 
     def norms(self, rows: Tensor) -> Tensor:
-        """Return the norm of each row."""
+        """Return the norm of each row (rows, width) as a column (rows, 1)."""
         raise NotImplementedError
 
     def draw(self, count: int, source: Source) -> Tensor:
-        """Draw noise of scale 1."""
+        """Draw `count` independent numbers with scale 1 (standard deviation, or Laplace's b)."""
         raise NotImplementedError
 
     def clip_rows(self, rows: Tensor) -> Tensor:
@@ -369,7 +378,7 @@ class ClassMeans(Mechanism):
 
 
 def _labels_by_size(sizes: Tensor, count: int) -> Tensor:
-    """Return sorted labels, the number of each class in proportion to its size.
+    """Return `count` sorted labels, the number of each class in proportion to its size.
 
     If all sizes are 0, all classes are equally frequent.
     """
@@ -380,7 +389,7 @@ def _labels_by_size(sizes: Tensor, count: int) -> Tensor:
 
 
 def as_rows(value: Payload, mechanism: str) -> Tensor:
-    """Return a value that is a float tensor with rows.
+    """Return a value, detached, that must be a float tensor with at least one axis.
 
     Args:
         value: The value.

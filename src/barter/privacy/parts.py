@@ -40,7 +40,12 @@ def answer_fields(answer: Schema) -> Mapping[str, Schema]:
 
 
 def expand_part(part: str, parts: Mapping[str, list[str]]) -> list[str]:
-    """Return the parts that a name means: all parts of a method, otherwise itself."""
+    """Return the parts that a name means: all parts of a method, otherwise only the name.
+
+    Args:
+        part: A method or a part, METHOD.KEY.
+        parts: The parts of each method's answer, see `answer_parts`.
+    """
     return parts.get(part, [part])
 
 
@@ -72,9 +77,9 @@ def put_part(answer: Payload, key: str, values: list[Payload]) -> Payload:
 
 
 def nonempty_parts(algorithm: Algorithm[Any, Any], method: str, answer: Payload) -> list[str]:
-    """Return the parts that are not empty in this answer.
+    """Return the parts, as METHOD.KEY, that hold at least one byte in this answer.
 
-    The method itself is among them if the answer holds bytes outside of its known parts.
+    The method itself is the last of them if the answer holds bytes outside of its declared keys.
     """
     keys = answer_fields(compile_method(algorithm, method).answer)
     sizes = {f"{method}.{key}": sum(map(nbytes, take_part(answer, key))) for key in keys}

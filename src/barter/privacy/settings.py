@@ -71,12 +71,14 @@ class Training:
     def settle(self, epsilon: float | None, rounds: int) -> Training:
         """Return the options with everything that determines the noise.
 
+        That is `noise`, or `epsilon` and `rounds`, from which each client finds its noise.
+
         Args:
             epsilon: ε of the run, used if the options have none.
             rounds: The run's number of rounds, used if the options have none.
 
         Raises:
-            ConfigError: If the noise is given twice or not at all, or ε protects nothing.
+            ConfigError: If the noise is given twice or not at all, or ε exceeds `LARGEST_EPSILON`.
         """
         if self.noise is not None:
             if self.epsilon is not None or self.rounds is not None:
@@ -94,7 +96,9 @@ class Training:
         return replace(self, epsilon=target, rounds=self.rounds or rounds)
 
     def noise_for(self, rate: float, steps: int, delta: float) -> float:
-        """Return a client's noise multiplier.
+        """Return a client's noise multiplier: the given one, or the least that stays within ε.
+
+        The options must be settled. All `rounds` trainings are assumed to be as long as the first.
 
         Args:
             rate: The probability that an image takes part in a step.
@@ -132,15 +136,20 @@ class Privacy:
         check_fields(self, "privacy.")
 
     def settle(self, algorithm: Algorithm[Any, Any], rounds: int) -> Privacy:
-        """Return the settings with all noise multipliers filled in.
+        """Return the settings with all noise multipliers of parts filled in.
+
+        Parts without a multiplier get the same one, the least that stays within ε if each mechanism
+        releases once per round. Private training gets the ε and the number of rounds from which
+        each client finds its noise.
 
         Args:
             algorithm: The algorithm whose answers are protected.
             rounds: The number of rounds that the budget is meant for.
 
         Raises:
-            ConfigError: If the settings do not fit the algorithm or leave the noise open, or if
-                noise is to be found for an ε that protects nothing.
+            ConfigError: If the settings do not fit the algorithm or leave the noise open, if noise
+                is to be found for an ε above `LARGEST_EPSILON`, or if dp-accounting is needed and
+                not installed.
         """
         plan = Plan(self, algorithm)
         if plan.training is not None:
@@ -306,10 +315,10 @@ class Plan:
         return [part for name in wanted for part in expand_part(name, self.parts)]
 
     def require_usable(self) -> None:
-        """Refuse to blank words, without which the server cannot use an answer.
+        """Refuse to blank strings, without which the server cannot use an answer.
 
         Raises:
-            ConfigError: If a mechanism would blank a part that holds words.
+            ConfigError: If a mechanism would blank a part that holds strings.
         """
         for name, mechanism in self.mechanisms.items():
             method, _, key = name.partition(".")
@@ -380,14 +389,14 @@ class Plan:
         return open_parts
 
     def describe(self, name: str) -> str:
-        """Return the description of a release under a protected name, see `prices`."""
+        """Return the description of one release of a name in `privacy.parts`, see `prices`."""
         assumptions = [
             self.public_assumption(part) for part, cover in self.covers.items() if cover == name
         ]
         return describe_part(name, self.mechanisms[name], next(filter(None, assumptions), ""))
 
     def unprotected_parts(self, parts: Iterable[str]) -> list[str]:
-        """Return the parts that reveal something and that no mechanism covers.
+        """Return those of the parts that may depend on images and that no mechanism covers.
 
         With private training there are none.
         """
@@ -407,10 +416,14 @@ class Plan:
         return {part: m for part, m in self.mechanisms.items() if part.partition(".")[0] == method}
 
     def cost(self, released: Mapping[str, int]) -> float:
-        """Return ε of all releases together; what the settings do not name has no bound.
+        """Return ε of all releases together, at the settings' δ.
+
+        It is infinite if a name is not in `privacy.parts`. Mechanisms without a guarantee, and
+        `withhold`, add nothing.
 
         Args:
-            released: The number of releases by name.
+            released: The number of releases by name in `privacy.parts`. Steps of private training
+                cannot be among them.
         """
         releases: Counter[Release] = Counter()
         for name, count in released.items():
@@ -426,16 +439,16 @@ class Plan:
         Without a budget (`privacy.epsilon` of None) all are.
 
         Args:
-            released: The number of releases by name.
+            released: The number of releases by name, as for `cost`.
         """
         budget = self.privacy.epsilon
         return budget is None or self.cost(released) <= budget * (1 + 1e-9)
 
     def count_releases(self, seen: Mapping[str, int]) -> dict[str, int]:
-        """Return the number of releases by protected name.
+        """Return the number of releases by name in `privacy.parts`.
 
-        Of several parts under one name, which leave together, the largest number counts. Parts that
-        no mechanism covers are left out.
+        Of several parts that a name covers, which leave together, the largest number counts. Parts
+        that no mechanism covers are left out.
 
         Args:
             seen: The number of times that each part left the client.

@@ -24,7 +24,10 @@ def _epsilon(value: float) -> str:
 
 
 def statement_cells(statement: Statement) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Return the headings of the table, and one row per part."""
+    """Return the headings of a statement's table, and the cells of each row as text.
+
+    There is a row for each released part of an answer and each kind of side information.
+    """
     return STATEMENT_HEADINGS, [
         [row.part, row.about, _protection(row), str(row.releases), _cost(row)]
         for row in statement.rows
@@ -85,7 +88,8 @@ def statement_tables(statement: Statement) -> Iterator[Table | str]:
 def ledger_lines(ledger: Ledger) -> Iterator[Table | str]:
     """Yield a table of what a site's runs released, and sentences on all runs.
 
-    ε of a run, and of all runs, is that of their releases composed, not a sum.
+    ε of a run, and of all runs, is that of their releases composed, not a sum. δ is the smallest of
+    all runs, 1e-5 if no run has one.
     """
     runs = ledger.runs()
     deltas = [account.delta for account in runs.values() if account.delta]

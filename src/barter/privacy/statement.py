@@ -62,7 +62,7 @@ class ReleaseRow:
 
     @property
     def bare(self) -> bool:
-        """Return whether it left without any protection."""
+        """Return whether it depends on private images and left without any protection."""
         return math.isinf(self.epsilon) and not self.protection
 
 
@@ -92,7 +92,7 @@ class Statement:
         return max((row.epsilon for row in self.rows if row.about == TEST_IMAGES), default=0.0)
 
     def to_json(self) -> str:
-        """Return the statement as JSON, in which an infinite ε is a string."""
+        """Return the statement as JSON, in which an infinite ε is the string "infinity"."""
         tree = asdict(self)
         for row in tree["rows"]:
             row["epsilon"] = _json_epsilon(row["epsilon"])

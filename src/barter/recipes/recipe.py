@@ -61,7 +61,7 @@ class PublishedRecipe:
 
     @property
     def data(self) -> str:
-        """Return the name of the data set."""
+        """Return the name of the data set; of an npz file, its name without folder and suffix."""
         source = str(self.config["data"]["source"])
         return Path(source.removeprefix("npz:")).stem if source.startswith("npz:") else source
 
@@ -71,14 +71,15 @@ class PublishedRecipe:
         return str(self.config.get("device", "cpu"))
 
     def data_setting(self, path: Path | None, *, download: bool) -> list[str]:
-        """Return the settings that name the recipe's data.
+        """Return the settings (KEY=VALUE) that name the recipe's data; empty if it needs no file.
 
         Args:
-            path: An npz file; None for the one in the working directory.
-            download: Fetch the data set by torchvision instead.
+            path: An npz file; None for NAME.npz in the working directory.
+            download: Have the run fetch the data set by torchvision instead; `path` is ignored.
 
         Raises:
-            ConfigError: There is no such file; the message says how to get it, and its format.
+            ConfigError: There is no such file (the message says how to get it, and its format), or
+                a path or a download is given for data that need no file.
         """
         if self.data not in NPZ_FILES:
             if path is not None or download:
@@ -110,7 +111,7 @@ class PublishedRecipe:
 
 @cache
 def recipe_names() -> tuple[str, ...]:
-    """Return the names of all recipes."""
+    """Return the names of all recipes, sorted."""
     return tuple(sorted(path.stem for path in RECIPES.glob("*.toml")))
 
 

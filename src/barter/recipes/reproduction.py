@@ -57,6 +57,14 @@ def plan_reproduction(
         rounds: Number of rounds; None for the recipe's.
         device: The device; None for the recipe's.
         data: Settings that name the data, see `PublishedRecipe.data_setting`.
+
+    Returns:
+        The comparison, whose only variant is the recipe, and its runs, one per seed. Nothing is run
+        yet; the folder is created and the plan saved in it.
+
+    Raises:
+        ConfigError: The recipe's configuration with these settings is invalid.
+        CheckpointError: The folder holds something else, or runs that do not fit.
     """
     settings = list(data)
     if rounds is not None:
@@ -74,11 +82,14 @@ def plan_reproduction(
 
 
 def store_run(row: str, config: Config, rounds: Sequence[Round]) -> StoredRun:
-    """Return a finished run in the form in which results are stored.
+    """Return a finished run in the form in which results are stored; nothing is written.
+
+    Hardware, date and version are those of this machine now, not of the run.
 
     Args:
         row: The row's name.
-        config: The run's configuration, whose seed and settings are stored.
+        config: The run's configuration. Its seed is stored, and its settings without those that
+            cannot change results; of the data's paths, only the file names.
         rounds: The records of all rounds.
     """
     # Of the server, everything that it reports; of clients, the metrics of tables.
@@ -110,7 +121,7 @@ def store_run(row: str, config: Config, rounds: Sequence[Round]) -> StoredRun:
 
 
 def describe_hardware(config: Config) -> str:
-    """Describe the device that a configuration computes on, and the version of torch."""
+    """Describe the device that a configuration computes on here, and the version of torch."""
     devices = resolve_devices(config.device)
     version = torch.__version__.partition("+")[0]
     if devices[0].type == "cuda":
@@ -124,8 +135,8 @@ def changed_settings(recipe: PublishedRecipe) -> dict[str, tuple[Any, Any]]:
     """Return settings in which today's configuration differs from that of the published runs.
 
     Returns:
-        Dotted key -> published value and today's. Settings that the published runs did not record
-        are not compared.
+        Dotted key -> published value and today's. Settings that the published runs did not record,
+        and those of seed, data's location, device and precision, are not compared.
     """
     today = dotted_settings(to_plain(resolve(recipe.config)))
     found = {}
@@ -145,7 +156,11 @@ class Reproduction:
 
     @property
     def last(self) -> int:
-        """Return the last round that all runs have, published and new."""
+        """Return the last round that all runs have, published and new.
+
+        Raises:
+            CheckpointError: They have no round in common.
+        """
         common = set.intersection(
             *(set(run.rounds) for run in (*self.runs, *self.recipe.published))
         )
@@ -171,11 +186,11 @@ class Reproduction:
 
     @property
     def width(self) -> float:
-        """Return the largest difference of means that is within the spread, or the tolerance.
+        """Return the largest difference between the means of published and new runs that agrees.
 
         It is half of the 95 % prediction interval for the mean of the new seeds, by Student's t over
         the published ones, and at least half a point. Fewer than three published seeds have no
-        spread: then it is the recipe's tolerance.
+        spread: then it is the recipe's tolerance. The unit is that of metrics: 0.01 is one point.
         """
         deviation = self.published.deviation
         n = len(self.published.values)
@@ -210,7 +225,11 @@ class Reproduction:
         )
 
     def columns(self) -> dict[str, dict[int, float]]:
-        """Return the mean by round of the published and of the new runs, under their names."""
+        """Return the recipe's metric by round: group -> round -> mean over the group's runs.
+
+        The groups are "published" and "this run". A group has the rounds that all its runs have and
+        in which one of them measured the metric.
+        """
         found = {}
         for name, runs in {"published": self.recipe.published, "this run": self.runs}.items():
             common = set.intersection(*(set(run.rounds) for run in runs))

@@ -58,11 +58,11 @@ class StoredRun:
 
     @property
     def rounds(self) -> list[int]:
-        """Return the numbers of the run's rounds."""
+        """Return the numbers of the run's rounds, in ascending order."""
         return [int(number) for number in self.curve["round"] if number is not None]
 
     def value(self, metric: str, at: int | None = None) -> float | None:
-        """Return a metric after a round, or None if it was not measured.
+        """Return a metric after a round, or None if it was not measured or there is no such round.
 
         Args:
             metric: The metric's name.
@@ -74,7 +74,10 @@ class StoredRun:
         return values[numbers.index(at)] if values is not None and at in numbers else None
 
     def best(self, metric: str) -> tuple[int, float] | None:
-        """Return the round with the highest value of a metric, and that value."""
+        """Return the round with the highest value of a metric, and that value.
+
+        Of several rounds it is the first. None if no round measured the metric.
+        """
         values = zip(self.rounds, self.curve.get(metric, []), strict=False)
         measured = [(value, -number) for number, value in values if value is not None]
         if not measured:
@@ -146,6 +149,8 @@ def spread_over_seeds(
 ) -> SeedSpread | None:
     """Return a metric over the runs that measured it, or None if none did.
 
+    Values that are not finite are left out.
+
     Args:
         runs: The runs of one row.
         metric: The metric's name.
@@ -157,7 +162,7 @@ def spread_over_seeds(
 
 
 def read_stored_runs(path: Path) -> list[StoredRun]:
-    """Read a file of stored runs.
+    """Read a file of stored runs, in the order of its lines.
 
     Raises:
         CheckpointError: A line is not a stored run, or two lines are the same row and seed.
@@ -182,7 +187,7 @@ def write_stored_runs(path: Path, runs: Iterable[StoredRun]) -> None:
 
 
 def group_by_row(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
-    """Return the runs of each row, by seed."""
+    """Return row -> its runs, sorted by seed; rows are in the order of their first run."""
     grouped: dict[str, list[StoredRun]] = {}
     for run in runs:
         grouped.setdefault(run.row, []).append(run)
@@ -205,5 +210,5 @@ def dotted_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def common_hardware(runs: Sequence[StoredRun]) -> str:
-    """Return the hardware of runs; different ones are joined."""
+    """Return the hardware of runs; different ones are joined by "; ", unknown ones left out."""
     return "; ".join(dict.fromkeys(run.hardware for run in runs if run.hardware))

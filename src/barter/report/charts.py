@@ -93,7 +93,12 @@ def learning_chart(records: Sequence[Round], metric: str, names: Sequence[str]) 
 
     The local-only mean is a dotted line. Rounds without evaluation are omitted. If only some
     clients have a local-only accuracy, the mean over these clients is drawn too, since only it can
-    be compared with the dotted line.
+    be compared with the dotted line. On the global test set the server's model is drawn as well.
+
+    Args:
+        records: The rounds, of which at least one was evaluated.
+        metric: The test set, "global" or "local".
+        names: The clients' names, by client id.
     """
     tested = [r for r in records if r.values(metric) or _server(r, metric) is not None]
     few = len(names) <= MAX_COLOURED_LINES
@@ -159,7 +164,13 @@ def learning_chart(records: Sequence[Round], metric: str, names: Sequence[str]) 
 def gain_chart(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
     """Draw each client's local-only accuracy and its last one, connected by a line.
 
-    Clients with one of the two have a point only. Those that never took part have open circles.
+    Clients without a local-only accuracy have a point only. Those that never took part have open
+    circles.
+
+    Args:
+        records: The rounds.
+        metric: The test set, "global" or "local".
+        names: The clients' names, by client id.
     """
     clients = range(len(names))
     before = accuracy_gain(records, metric).before
@@ -205,6 +216,10 @@ def split_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.F
     """Draw a heat map of images by client and class, first class at the bottom.
 
     The chart of `barter show partition` has the same orientation.
+
+    Args:
+        counts: Client -> number of its images of each class.
+        classes: The classes' names.
     """
     table = np.array(counts, dtype=np.int32).T
     small = table.size <= 150
@@ -235,8 +250,8 @@ def round_chart(
 
     Args:
         records: The rounds.
-        parts: Name of a part -> its value in each round.
-        quantity: The quantity, which determines units.
+        parts: Name of a part of the columns -> its value in each round; None for no value.
+        quantity: The quantity, which determines units: values are bytes, seconds or numbers.
     """
     figure = _figure("round", "", _span(records), barmode="stack", hovermode="x unified")
     totals = [sum(filter(None, column)) for column in zip(*parts.values(), strict=True)]
@@ -268,9 +283,9 @@ def bar_chart(
     """Draw a stacked horizontal bar for each label.
 
     Args:
-        labels: Names of the bars.
+        labels: Names of the bars, at least one.
         parts: Part of the bars -> its value in each bar.
-        quantity: What is drawn, which decides the unit.
+        quantity: The quantity, which determines units: values are bytes, seconds or numbers.
         lowest: Least height of the figure in pixels.
     """
     height = max(lowest, 110 + 36 * len(labels))
@@ -296,7 +311,7 @@ def outcome_chart(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Fi
     """Draw a bar per method and kind of accuracy, with the deviation over seeds.
 
     Args:
-        columns: Kind of accuracy -> method -> its value for every seed.
+        columns: Kind of accuracy -> method -> its values over the seeds, from 0 to 1.
     """
     methods = list(dict.fromkeys(name for values in columns.values() for name in values))
     height = 110 + 22 * len(methods) * len(columns) + 16 * len(methods)
@@ -334,8 +349,9 @@ def method_chart(
     Args:
         lines: Method -> seed -> curve.
         metric: The metric, which determines the format.
-        positions: Method -> round -> what it has cost until then; None draws by round.
-        quantity: The quantity of the positions, which determines units.
+        positions: Method -> round -> what it has cost until then, which is drawn along the x axis;
+            None draws by round.
+        quantity: The quantity of the positions, which determines units: bytes or seconds.
     """
     ticks, precise = _formats(metric)
     if positions is None:
@@ -380,7 +396,7 @@ def method_chart(
 
 
 def seed_chart(results: Results, metric: str) -> go.Figure:
-    """Draw the final value of a metric by seed, with a line per method."""
+    """Draw the value of a metric after the last round by seed, with a line per method."""
     ticks, precise = _formats(metric)
     figure = _figure("seed", ticks, hovermode="x unified")
     for i, (name, runs) in enumerate(results.items()):
@@ -401,9 +417,10 @@ def seed_chart(results: Results, metric: str) -> go.Figure:
 
 
 def price_chart(results: Results, metric: str) -> go.Figure:
-    """Draw the final value of a metric over the traffic, with a point per run.
+    """Draw the value of a metric after the last round over the traffic, with a point per run.
 
-    The axis of traffic is logarithmic if the largest is at least ten times the smallest.
+    Traffic is the sum of a run's bytes in both directions. Its axis is logarithmic if the largest
+    is at least ten times the smallest and the smallest is not 0.
     """
     ticks, precise = _formats(metric)
     figure = _figure("bytes, both ways", ticks)

@@ -82,11 +82,12 @@ class ComparisonReport:
         return [has_ended(run, self.comparison.rounds) for run in self._runs()]
 
     def page(self, *, live: bool, quick: bool = False) -> str:
-        """Return the page of the finished runs.
+        """Return the HTML page of the finished runs; the plan is read from the folder again.
 
         Args:
             live: The page reloads itself.
-            quick: Do not read the data, which may take long; the split is then omitted.
+            quick: Do not read the data, which may take long; the split is then omitted, unless it
+                is known from an earlier page.
         """
         comparison = self.comparison = Comparison.at(self.folder)
         results, missing = comparison.results()
@@ -107,7 +108,7 @@ class ComparisonReport:
             if live
             else ""
         )
-        tiles = _tiles(comparison.summary(results), comparison.rounds) if results else []
+        tiles = _tiles(comparison.summary(results), results) if results else []
         return page(self._title(), subtitle, tiles, [*sections, common], message)
 
     def _title(self) -> str:
@@ -199,17 +200,22 @@ def _describe(metric: str, primary: Collection[str]) -> str:
     return known.get(metric) or heading(metric).capitalize()
 
 
-def _tiles(compared: Comparative, rounds: int) -> list[Tile]:
-    """Return a card per method: accuracy, of which model, over how many seeds."""
+def _tiles(compared: Comparative, results: Results) -> list[Tile]:
+    """Return a card per method: accuracy, of which model, after which round, over how many seeds.
+
+    Seeds that stopped early count with their last round, so the card may name a range of rounds.
+    """
     key = compared.question.metric
     cards = []
     for row in compared.rows:
         column = row.accuracies[key]
-        when = f"round {rounds}, {pluralise(len(row.seeds), 'seed')}"
+        last = sorted({rounds[-1].round for rounds in results[row.name].values()})
+        at = f"round {last[0]}" if len(last) == 1 else f"rounds {last[0]} to {last[-1]}"
+        when = f"{at}, {pluralise(len(row.seeds), 'seed')}"
         if column.deviation is not None:
             deviation = column.deviation
             spread = f"{100 * deviation:.1f}" if is_share(key) else f"{deviation:.2g}"
-            when = f"round {rounds}, mean ± {spread} over {len(row.seeds)} seeds"
+            when = f"{at}, mean ± {spread} over {len(row.seeds)} seeds"
         value = "-"
         if column.mean is not None:
             value = f"{column.mean:.1%}" if is_share(key) else f"{column.mean:.4g}"
@@ -280,7 +286,7 @@ def _table(compared: Comparative) -> str:
 
 
 def _costs(results: Results) -> Section:
-    """Draw traffic, time by phase, and memory where known, as means over seeds."""
+    """Draw traffic and time by phase as means over seeds, and the peak memory where known."""
     names = list(results)
     traffic: dict[str, list[float]] = {"up": [], "down": []}
     for way, means in traffic.items():

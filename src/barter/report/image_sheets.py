@@ -28,7 +28,10 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
     Args:
         run: The run's folder.
         out: The folder for the sheets.
-        columns: The number of images of each client.
+        columns: The largest number of images of each client.
+
+    Yields:
+        The file of each sheet, once it is written.
 
     Raises:
         ConfigError: There are no such images, or the folder cannot be made.
@@ -47,13 +50,19 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
 
 
 def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[ImageRow]]]:
-    """Yield each remembered round, with a row of images for each client.
+    """Yield each round whose synthetic images clients remember, with a row for each such client.
 
-    A row holds private images and those synthesised from them. The last round also has images that
-    were synthesised from no single image, such as a generator's.
+    A row holds private images and those synthesised from them. The last round also has rows of
+    images that were synthesised from no single image, such as a generator's. The run is restored
+    from its last checkpoint; nothing in its folder changes.
+
+    Args:
+        run: The run's folder.
+        columns: The largest number of images in a row.
 
     Raises:
-        ConfigError: There are no such images.
+        ConfigError: There are no such images, or the run was on Flower.
+        CheckpointError: No finished round is kept, or its checkpoint does not fit.
     """
     config = read_run(run)
     kind = type(config.algorithm)

@@ -112,7 +112,7 @@ class Split:
             self.classes = task.classes
 
     def section(self, caption: str) -> Section:
-        """Return the section with the split's chart."""
+        """Return the section with the split's chart; empty, with the reason, if it is unknown."""
         shown = (
             [chart(caption, charts.split_chart(self.counts, self.classes))] if self.counts else []
         )
@@ -146,11 +146,12 @@ class RunReport:
         return f"{self.done} of {self.config.rounds} rounds"
 
     def page(self, *, live: bool, quick: bool = False) -> str:
-        """Return the page of the finished rounds.
+        """Return the HTML page of the finished rounds.
 
         Args:
-            live: The page reloads itself.
-            quick: Do not read the data, which may take long; the split is then omitted.
+            live: The page reloads itself, and lacks images and the method's remarks.
+            quick: Do not read the data, which may take long; the split is then omitted, unless it
+                is known from an earlier page.
         """
         rounds = read_records(self.run)
         config = self.config
@@ -254,7 +255,7 @@ def _names(config: Config) -> list[str]:
 def make_tiles(rounds: Sequence[Round]) -> list[Tile]:
     """Return the cards of a run: accuracies, the primary model's first, and costs.
 
-    A card on participation is added if some clients never took part.
+    A card on participation is added if some clients never took part. There must be a round.
     """
     of_clients = [card for test in TEST_TITLES if (card := _clients_card(rounds, test)) is not None]
     of_server = [card for card in [_server_card(rounds)] if card is not None]
@@ -378,9 +379,10 @@ def _costs(
 
 
 def phase_seconds(rounds: Sequence[Round]) -> dict[str, list[float]]:
-    """Return the seconds of every phase in each round, and those between phases.
+    """Return the seconds of every phase in each round: phase -> seconds by round.
 
-    A phase that a round lacks took 0 s. Those between phases are "the rest", at least 0.
+    A phase that a round lacks took 0 s. What a round took outside of all phases is the last one,
+    "the rest", at least 0.
     """
     parts = [{key: s for key, s in r.seconds.items() if key != "round"} for r in rounds]
     rest = [
@@ -533,7 +535,7 @@ def failure_section(where: str, rows: Sequence[Sequence[str]]) -> Section:
 
     Args:
         where: The heading of the first column, such as "round".
-        rows: Where each call was, and what happened.
+        rows: (where, what happened) for each call; if there are none, the section is empty.
     """
     if not rows:
         return Section("Failures", [], "none, every client that was asked answered.")
@@ -543,7 +545,11 @@ def failure_section(where: str, rows: Sequence[Sequence[str]]) -> Section:
 
 
 def citation_section(algorithms: Sequence[Algorithm]) -> Section:
-    """Return the section with the methods' citations and messages."""
+    """Return the report's section that describes the algorithms.
+
+    For each class of algorithm it has the citation and what each client method sends up and down;
+    then, for each algorithm, the fields in which it differs from its paper.
+    """
     parts = []
     for kind in dict.fromkeys(type(algorithm) for algorithm in algorithms):
         rows = [[method, str(crossing)] for method, crossing in kind.crosses.items()]

@@ -209,7 +209,8 @@ class RunFolder:
             keep: Earlier rounds whose checkpoints stay.
             until_saved: Earlier rounds whose checkpoints stay until the new one is on disk.
             states: The files that hold clients' states; those that no checkpoint needs are deleted.
-                None: states are in `state`, and files of an earlier run are deleted.
+                None: states are in `state`, and files from before the run was resumed are deleted
+                once no checkpoint refers to them.
         """
         wanted = {_file(self.path, t) for t in {round, *keep}}
         needed = {*wanted, *(_file(self.path, t) for t in until_saved)}
@@ -228,7 +229,7 @@ class RunFolder:
 
     @property
     def clients(self) -> Path:
-        """The folder of clients' states, in a run that stores them in files."""
+        """Return the folder of clients' states, in a run that stores them in files."""
         return self.path / "clients"
 
     def clean_states(self, states: StateFiles) -> None:
@@ -299,7 +300,7 @@ os.register_at_fork(after_in_child=_release_after_fork)
 
 
 def read_records(run: Path) -> list[Round]:
-    """Return the recorded rounds of a run.
+    """Return the recorded rounds of a run, in the order in which they were first recorded.
 
     Incomplete and damaged lines are skipped. Of several lines of one round, the last one counts.
     Without a file, there are none.
@@ -325,9 +326,9 @@ def never_began(path: Path) -> bool:
 
 
 def count_rounds(run: Path) -> int:
-    """Count the recorded rounds of a run, without parsing the records.
+    """Count the recorded rounds of a run, without parsing the records; 0 without a file.
 
-    It is called often and has to be fast.
+    It is called often and has to be fast. A round that was recorded twice counts once.
     """
     metrics = run / METRICS_FILE
     return len(set(RECORD.findall(metrics.read_bytes()))) if metrics.exists() else 0
@@ -360,7 +361,10 @@ def checkpoint_rounds(run: Path) -> list[int]:
 
 
 def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]]:
-    """Read the checkpoint of a round; return its number, its state and its notes.
+    """Read the checkpoint of a round; return its number, its state on the CPU, and its notes.
+
+    In a run that stores clients' states in files, state["clients"] is a `StoredStates`, which reads
+    each of them when it is asked for.
 
     Args:
         run: The run's folder.
@@ -462,7 +466,7 @@ def require_run(run: Path) -> Path:
 
 
 def read_finished_round(run: Path, which: Which = "last") -> tuple[int, Payload]:
-    """Read a finished round of a run; return its number and its state.
+    """Read a finished round of a run; return its number and its state, as `checkpoint_of`.
 
     Raises:
         CheckpointError: It is not the folder of a run, or that round is not kept, is damaged, or

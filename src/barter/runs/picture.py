@@ -74,8 +74,9 @@ class Kinds:
 def draw_bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
     """Draw circles by client and class, and by client and domain.
 
-    The area of a circle is the number of samples. Many clients are divided into several bands. All
-    lengths are in inches, so that circles never touch and nothing is cut off.
+    The area of a circle is proportional to the number of samples, among classes and among domains.
+    Many clients are divided into several bands. All lengths are in inches, so that circles never
+    touch and nothing is cut off.
 
     Args:
         kinds: The counts, by class and optionally by domain.
@@ -230,11 +231,14 @@ def draw_sheet(
 
     Args:
         rows: Name, private images or None, synthetic images, and class names of each party. Images
-            are (N, height, width, channels) with values from 0 to 1.
+            are (N, height, width, channels) on the CPU, with values from 0 to 1.
         title: The sheet's title.
         path: The file.
         made: The label of images below private ones.
         only_made: The label of images without private ones, below the party's name.
+
+    Raises:
+        ConfigError: The file cannot be written.
     """
     plt = _pyplot()
     lines: list[tuple[str, Tensor, Sequence[str]]] = []
@@ -282,8 +286,9 @@ Curve: TypeAlias = Sequence[tuple[int, float | None]]  # (round, accuracy)
 def mean_and_deviation(curves: Iterable[Curve]) -> tuple[list[int], list[float], list[float]]:
     """Return the rounds, and mean and standard deviation over curves in each.
 
-    Rounds without a value in any curve are left out. The deviation is that of a sample (n - 1), and
-    0 for a single value.
+    Rounds are in ascending order; those without a value in any curve are left out. In each, curves
+    without a value do not count. The deviation is that of a sample (n - 1), and 0 for a single
+    value.
     """
     values: dict[int, list[float]] = {}
     for t, value in chain.from_iterable(curves):
@@ -304,11 +309,14 @@ def draw_curves(
     """Draw a line per method: the mean over seeds, and a band of one standard deviation.
 
     Args:
-        lines: Method -> seed -> curve, with accuracies between 0 and 1.
+        lines: Method -> seed -> curve, with values as the axis shows them.
         label: The label of the y axis.
-        path: The file.
+        path: The file, whose ending determines the format.
         positions: Method -> round -> its place along the x axis; None for the round itself.
         axis: The label of the x axis.
+
+    Raises:
+        ConfigError: The file cannot be written.
     """
     plt = _pyplot()
     with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9}):
@@ -320,10 +328,8 @@ def draw_curves(
         size = (5.2, max(3.4, 2.6 + legend_height))
         figure, axes = plt.subplots(figsize=size, layout="constrained")
         for i, (name, seeds) in enumerate(lines.items()):
-            rounds, mean_shares, spread_shares = mean_and_deviation(seeds.values())
+            rounds, means, spread = mean_and_deviation(seeds.values())
             places = rounds if positions is None else [positions[name][t] for t in rounds]
-            means = [100 * share for share in mean_shares]
-            spread = [100 * share for share in spread_shares]
             colour = COLOURS[i % len(COLOURS)]
             style = STYLES[i // len(COLOURS) % len(STYLES)]
             # matplotlib hides labels that begin with an underscore.

@@ -108,9 +108,10 @@ class Watcher(Monitor):
         self.round = record.round + 1
 
     def remaining_time(self, record: Round) -> str:
-        """Estimate the time of the remaining rounds, as text; empty after the last one.
+        """Estimate the time left after a round, as text such as ", about 3 min 05 s left".
 
-        Rounds are assumed to take as long as those since `begin` did on average.
+        Rounds are assumed to take as long as those since `begin` did on average. The text is empty
+        after the last round.
         """
         if record.round >= self.rounds:
             return ""

@@ -45,7 +45,7 @@ class StateFiles:
         self._index: dict[int, dict[int, str]] = {}
 
     def write(self, client: int, state: Payload) -> None:
-        """Write the state of a client in this round."""
+        """Write the state of a client in the current round (`round`) to a file of its own."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"client-{client:06d}-round-{self.round:06d}.safetensors"
         write_checkpoint(path, state, {"client": str(client), "round": str(self.round)})
@@ -77,7 +77,11 @@ class StateFiles:
         write_checkpoint(self.folder / INITIAL, initial, {})
 
     def index(self) -> str:
-        """Return the names of the current files, for the checkpoint of this round."""
+        """Return the names of the current files, for the checkpoint of the current round.
+
+        They are JSON, which `parse_index` reads; clients that have not changed since the start are
+        left out. `prune` keeps these files as long as this round is among those it is given.
+        """
         names = {k: path.name for k, path in sorted(self.files.items())}
         self._index[self.round] = names
         return json.dumps(names)
@@ -168,7 +172,11 @@ class StoredStates(Mapping[int, Payload]):
 
 
 def parse_index(folder: Path, index: str) -> dict[int, str]:
-    """Return the file of each client that the index of a checkpoint names.
+    """Parse the index of a checkpoint: client -> name of the file with its state.
+
+    Args:
+        folder: The folder of the files, for messages.
+        index: The text, as `StateFiles.index` returned it.
 
     Raises:
         CheckpointError: The index is damaged.

@@ -146,7 +146,7 @@ def known_metrics(results: Results) -> list[str]:
 
 
 def final_value(rounds: Sequence[Round], metric: str) -> float | None:
-    """Return a metric after the last round; None if it was not measured then.
+    """Return a metric after the last round; None without rounds, or if it was not measured then.
 
     Metrics of local training ("trained...") are taken from the last round that had any.
     """
@@ -170,12 +170,15 @@ def metric_curves(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
 
 
 def cumulative_bytes(rounds: Sequence[Round]) -> list[float]:
-    """Return the bytes in both directions until the end of each round."""
+    """Return the bytes of all clients in both directions, from the start to each round's end."""
     return list(accumulate(float(r.traffic("up") + r.traffic("down")) for r in rounds))
 
 
 def cumulative_seconds(rounds: Sequence[Round]) -> list[float] | None:
-    """Return the simulated seconds until the end of each round; None if time is not simulated."""
+    """Return the simulated seconds from the start to each round's end.
+
+    None if there is no round, or one without a simulated time.
+    """
     seconds = [r.simulated_seconds for r in rounds]
     known = [value for value in seconds if value is not None]
     return list(accumulate(known)) if known and len(known) == len(seconds) else None
@@ -189,6 +192,9 @@ def mean_positions(
     Args:
         runs: Seed -> the rounds of a run.
         cost: `cumulative_bytes` or `cumulative_seconds`.
+
+    Returns:
+        Round -> mean cost of the seeds that have this round and a known cost; empty without such.
     """
     values: dict[int, list[float]] = {}
     for rounds in runs.values():
@@ -260,7 +266,7 @@ class Comparative:
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of a mean of differences (Student's t).
+    """Return the 95 % confidence interval (low, high) of the values' mean, by Student's t.
 
     None if there are fewer than `MIN_SEEDS` values.
     """
@@ -399,7 +405,9 @@ def _reached(summary: Summary) -> str:
 
 
 def summary_cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
-    """Return headings and rows of a table; a cell is text and whether it is best.
+    """Return headings and rows of a table; a cell is (text, whether it is the best).
+
+    Only accuracies, and the metric of the question, can be the best of their column.
 
     Where methods have different primary models, the first accuracy is that of each method's primary
     model, which the column before names. Otherwise the column of that model comes first.
@@ -506,7 +514,10 @@ def to_latex(compared: Comparative) -> str:
 
 
 def to_csv(compared: Comparative) -> str:
-    """Return the table as CSV with plain numbers: accuracies in 0..1, seconds."""
+    """Return a line per method as CSV with plain numbers: accuracies from 0 to 1, seconds, bytes.
+
+    It has all of `METRICS`. Unknown values are empty.
+    """
     metrics = list(dict.fromkeys([*METRICS, compared.question.metric]))
     fields = ["method", "seeds", "primary_model"]
     fields += [f"{key.replace('-', '_')}_{part}" for key in metrics for part in ("mean", "std")]

@@ -66,10 +66,14 @@ class Gain:
 
 
 def accuracy_gain(records: Sequence[Round], test: str) -> Gain:
-    """Compare local-only and last accuracy, for the clients that have both.
+    """Return local-only and last accuracies on a test set, for the clients that have both.
 
-    Local only is the first before_TEST that a client reported; the last may be of different rounds
-    for different clients.
+    Local only is before_TEST in the client's first round with any local-only accuracy; the last may
+    be of different rounds for different clients.
+
+    Args:
+        records: The rounds.
+        test: The test set, "global" or "local".
     """
     after = last_accuracies(records, test)
     before = {k: local_only_metrics(records, k).get(f"before_{test}") for k in after}
@@ -78,7 +82,7 @@ def accuracy_gain(records: Sequence[Round], test: str) -> Gain:
 
 
 def last_accuracies(records: Sequence[Round], test: str) -> dict[int, float]:
-    """Return the accuracy of each client when it was last evaluated.
+    """Return the accuracy of each client on a test set ("global", "local") when last evaluated.
 
     Clients that never were are left out.
     """
@@ -98,12 +102,13 @@ def closing_cells(
 ) -> tuple[list[list[str]], list[list[str]]]:
     """Return the rows of the clients, and the rows below them for means and sums.
 
-    The mean of local-only accuracies is shown next to the mean of the same clients afterwards ("with
-    both"). Clients that took part are "active", those that never did are "idle".
+    A row has a cell for each of `CLIENT_HEADINGS`. The mean of local-only accuracies is shown next
+    to the mean of the same clients afterwards ("with both"). Clients that took part are "active",
+    those that never did are "idle".
 
     Args:
-        records: The rounds.
-        names: The clients' names.
+        records: The rounds, at least one.
+        names: The clients' names, by client id.
         samples: The number of images of each client; None if unknown.
         classes: The classes of each client; None if unknown.
     """
@@ -217,7 +222,14 @@ def closing_table(
 ) -> Table:
     """Return a table by client: data, accuracies and traffic; fits 80 columns.
 
-    The accuracies are those before any exchange (local only) and those after the last round.
+    The accuracies are those before any exchange (local only) and those after the last round that
+    evaluated a client.
+
+    Args:
+        records: The rounds, at least one.
+        architectures: The architecture of each client, by client id.
+        samples: The number of images of each client.
+        classes: The classes of each client.
     """
     last = records[-1].round
     title = f"after round {last}, accuracy in %: on the global test set and the client's own"
@@ -240,10 +252,11 @@ def closing_table(
 
 
 def accuracy_table(networks: Sequence[tuple[str, str]], values: Sequence[float]) -> Table:
-    """Return a table of accuracies in percent, with the mean over clients.
+    """Return a table of accuracies in percent, with their mean if there are several clients.
 
     Args:
-        networks: Owner and architecture of each network.
+        networks: Owner and architecture of each network. That of the owner "server" is not in the
+            mean.
         values: Accuracy of each network, from 0 to 1.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)

@@ -60,9 +60,10 @@ class Federation:
     tests_by_labels: bool = False
 
     def fingerprint(self) -> str:
-        """Return hashes of each client's, the test and the validation images here.
+        """Return hashes of each client's training images, and of test and validation images.
 
-        They are separated by spaces. Images at Flower sites are not included.
+        They are separated by spaces, clients first. Images at Flower sites are not included, nor
+        are clients' local test images and public images.
         """
         clients = self.engine.clients.values() if isinstance(self.engine, LocalEngine) else ()
         sets = [*(client.data for client in clients), self.test, self.validation]
@@ -74,14 +75,18 @@ def resolve_partition(
 ) -> tuple[Partition, int]:
     """Return partition and number of clients, from the arguments and the data.
 
-    Without a partition, data of several domains, or split already, are divided by domain, with as
-    many clients as domains; all other data by `Dirichlet`. Lists of indices have as many clients as
-    lists. Everywhere else the default is 5 clients. A given number of clients always counts.
+    Without a partition, data of several domains, or split among clients already
+    (clients:PATH), are divided by domain, with as many clients as domains; all other data by
+    `Dirichlet`. Lists of indices have as many clients as lists. Everywhere else the default is 5
+    clients. A given number of clients always counts.
 
     Args:
         data: The run's data.
         partition: A partition, its name, the image indices of each client, or None for the default.
         clients: The number of clients, or None for the default.
+
+    Raises:
+        ConfigError: There is no partition of this name, or the folder of split data holds none.
     """
     kind, _, path = data.source.partition(":")
     if kind == "clients":
@@ -91,8 +96,9 @@ def resolve_partition(
     else:
         domains = len(data.given.domains)
     if partition is None:
-        partition = Domains() if domains > 1 else Dirichlet()
-        clients = domains if clients is None and domains > 1 else clients
+        divided = kind == "clients" or domains > 1
+        partition = Domains() if divided else Dirichlet()
+        clients = domains if clients is None and divided else clients
     elif isinstance(partition, str):
         partition = find_partition(partition)()
     elif not isinstance(partition, Partition):
@@ -102,7 +108,7 @@ def resolve_partition(
 
 
 def make_codec(config: Config) -> WireCodec | None:
-    """Return what encodes a run's payloads; None if they are sent as they are."""
+    """Return the codec of a run's payloads; None if they are sent as they are."""
     if config.wire.is_exact:
         return None
     return WireCodec(config.algorithm, config.wire, config.seed)
@@ -113,9 +119,13 @@ def assemble(
 ) -> Federation:
     """Assemble a federation with all clients in this process.
 
+    Loads the data, builds all networks, and limits the devices' memory for this process.
+
     Args:
         config: The configuration.
-        models: Names, with the modules or factories of models that were given in Python.
+        models: Pairs of a model's name and the module or factory that was given in Python, or None
+            for a name alone. Clients take them in turn. `config.models` counts if they are empty or
+            all names.
         monitor: Notified of the run's progress.
 
     Raises:
@@ -210,9 +220,10 @@ def assemble(
 
 
 def start_from(run: Path, federation: Federation) -> None:
-    """Initialise every client and the server with the final weights of another run.
+    """Initialise every client and the server with the weights of another run.
 
-    Only weights are taken over, no other memory. The clients must be in this process.
+    They are those after its last finished round; no other memory is taken over. Client k gets those
+    of client k there. `server.fresh` becomes False. The clients must be in this process.
 
     Raises:
         ConfigError: A client or the server has no network in that run, or another architecture.

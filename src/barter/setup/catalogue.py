@@ -36,7 +36,7 @@ def _source(*parts: str) -> ast.Module:
 
 
 def _registry(tree: ast.Module, name: str) -> dict[str, ast.expr]:
-    """Return the entries of a module-level dict literal with an annotation.
+    """Return the entries of a module's annotated dict literal; values are not evaluated.
 
     Raises:
         LookupError: If the module has none of this name.
@@ -119,9 +119,11 @@ def _text(kind: ast.ClassDef, name: str) -> str:
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Return every configuration key of any algorithm and partition.
+    """Return every configuration key.
 
-    Keys of tables are TABLE.KEY. They are read from source, so that nothing is imported.
+    Those of all of barter's algorithms and partitions are included. Keys of tables are TABLE.KEY;
+    the tables' own names are not among them. They are read from source, so that nothing is
+    imported.
     """
     algorithms = [ast.parse(file.read_text()) for file in PACKAGE.glob("algorithms/*.py")]
     kinds = {

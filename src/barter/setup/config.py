@@ -196,7 +196,10 @@ class Config:
 
     @property
     def stores_states(self) -> bool:
-        """Return whether clients that do not take part are stored in files."""
+        """Return whether the states of clients that do not take part are stored in files.
+
+        "auto" does so from more than 100 clients on. On Flower it is always False.
+        """
         if self.engine == "flower":
             return False
         many = self.clients > MANY_CLIENTS
@@ -274,11 +277,12 @@ def configure(
 ) -> Config:
     """Build a configuration from values of Python.
 
-    None for `privacy`, `evaluate` or `adversaries` is the default. The other arguments are those of
-    `Config`.
+    The arguments are fields of `Config`; `settings` has those that are not arguments of their own,
+    and may lack any. None for `privacy`, `evaluate`, `adversaries`, `network` or `wire` is the
+    default.
 
     Raises:
-        TypeError: If there is no setting of a name.
+        TypeError: If `settings` has a key that `RunSettings` does not have.
         ConfigError: If a value has another type, is out of its range, or contradicts others.
     """
     for name in settings.keys() - RunSettings.__annotations__.keys():
@@ -316,7 +320,9 @@ def find_algorithm(name: str) -> type[Algorithm[Any, Any]]:
 def as_algorithm(
     given: Algorithm[Any, Any] | type[Algorithm[Any, Any]] | str,
 ) -> Algorithm[Any, Any]:
-    """Return an algorithm; one given as class or name gets its defaults.
+    """Return an algorithm as an instance; a class or a name gives one with its defaults.
+
+    An instance is returned as it is. Names are those of `find_algorithm`.
 
     Raises:
         ConfigError: There is no algorithm of this name, or it has fields without a default.
@@ -340,17 +346,17 @@ def find_partition(name: str) -> type[Partition]:
 def _find_class(
     name: str, what: str, registry: Mapping[str, type[T]], base: type[T], method: str
 ) -> type[T]:
-    """Return a class by its registered name or by module:Class.
+    """Return a class by its registered name or by module:Class, which is imported.
 
     Args:
         name: The name.
         what: What the class is, for messages.
         registry: Name -> class.
         base: The class that it must inherit.
-        method: The method that it must implement itself.
+        method: The method of `base` that an imported class must override.
 
     Raises:
-        ConfigError: There is no such class.
+        ConfigError: There is no such class, it cannot be imported, or it does not do so.
     """
     if ":" not in name:
         if name not in registry:
@@ -371,6 +377,10 @@ def _find_class(
 
 def resolve(tree: Mapping[str, Any]) -> Config:
     """Build a configuration from plain values, as a TOML file holds them.
+
+    Keys that are missing have their defaults; the default algorithm is dffke, the default partition
+    dirichlet. Code that the values name as module:name is imported without asking for consent, see
+    `barter.setup.trust.read_run`.
 
     Raises:
         ConfigError: A key is unknown, or a value has another type or is out of its range; the
@@ -420,7 +430,7 @@ def _as_split(values: dict[str, Any]) -> dict[str, Any]:
     """Set partition and number of clients for data that are already split.
 
     Such data have the source clients:PATH: the partition is "domains", and the number of clients
-    that of the folders there.
+    that of the files PATH/train/K.npz.
 
     Args:
         values: The configuration as plain values. Other data are returned unchanged.
@@ -478,7 +488,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_run_values(run: Path) -> dict[str, Any]:
     """Read the configuration in a run's folder into plain values.
 
-    A key that an older version did not write has the value that the version worked by.
+    The hold-out rule of the test images (`data.hold_out`), which older versions did not write, is
+    the one that they used. Other keys may be missing; `resolve` gives them their defaults.
 
     Raises:
         ConfigError: The file is missing, cannot be read, or is not TOML.
@@ -501,12 +512,13 @@ def _with_earlier_rules(tree: Mapping[str, Any]) -> dict[str, Any]:
 def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """Return the values changed by `key=value` settings, such as "data.source=x".
 
-    Settings of names are applied first, then presets, then fields, whatever their order. A new name
-    resets its table, since its fields belong to another algorithm or partition; a preset resets the
-    fields of a file.
+    The given values are not modified. Settings of names are applied first, then presets, then
+    fields, whatever their order. A new name resets its table, since its fields belong to another
+    algorithm or partition; a preset resets the fields of a file.
 
     Raises:
-        ConfigError: A setting is malformed or its key is unknown.
+        ConfigError: A setting is malformed or its key is unknown. Values are not checked here, nor
+            keys of a table whose name is module:Class.
     """
     changed = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()
@@ -557,7 +569,8 @@ def _rank(setting: tuple[list[str], Any]) -> int:
 def _refuse_unknown(path: list[str], algorithm: object) -> None:
     """Raise ConfigError for an unknown key and suggest the nearest known one.
 
-    Where no key is near, the message lists the keys of the same table, or the tables.
+    A field of any registered algorithm is known, whatever the configured one. Where no key is near,
+    the message lists the keys of the same table, or the tables.
     """
     key = ".".join(path)
     if key in known_keys():
@@ -620,7 +633,8 @@ def _value(text: str) -> Any:
 def to_plain(config: Config) -> dict[str, Any]:
     """Return all values of a configuration, with defaults, as a TOML file has them.
 
-    A class that is not registered has the name package.module:Class.
+    Fields of algorithm, partition and other tables are nested dicts. None is "none", and a class
+    that is not registered has the name package.module:Class.
     """
 
     def fields(value: Any) -> dict[str, Any]:
@@ -660,12 +674,13 @@ def to_toml(config: Config) -> str:
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return plain values as this version writes them.
 
-    Keys that an older version did not write have their defaults, renamed fields have their new
-    names, and those that only an older version wrote are left out. Partition and privacy settings
-    stay as they are.
+    Keys that an older version did not write have their defaults. Renamed fields of the algorithm
+    have their new names, and its retired fields are left out. Partition and privacy settings stay
+    as they are.
 
     Raises:
-        ConfigError: The algorithm is unknown, or a retired field has a value that it no longer can.
+        ConfigError: The algorithm is unknown, a retired field has a value that it no longer can, or
+            there is a plain value where a table is expected.
     """
 
     def defaults(kind: type[Any]) -> dict[str, Any]:
@@ -706,8 +721,7 @@ def first_difference(
 ) -> str | None:
     """Return the first key whose values differ; None if there is none.
 
-    First means in alphabetical order. A dot in the result leads into a table. A missing key equals
-    None.
+    First means in alphabetical order. A key of a table is TABLE.KEY. A missing key equals None.
 
     Args:
         one: Values.

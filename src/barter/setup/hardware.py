@@ -87,9 +87,9 @@ def _supports_bf16(device: torch.device) -> bool:
 
 
 def limit_memory(device: torch.device, gib: float | None) -> int:
-    """Limit the device memory that torch may allocate; return the limit in bytes.
+    """Limit the device memory that this process may allocate; return the limit in bytes.
 
-    The result is 0 on the CPU.
+    On the CPU nothing is limited, and the result is 0.
 
     Args:
         device: A device of the run.
@@ -111,8 +111,13 @@ def limit_memory(device: torch.device, gib: float | None) -> int:
 def with_threads(config: Config, out: Path | None, *, resume: bool) -> Config:
     """Return the configuration with its number of CPU threads set.
 
-    It is the configured number, otherwise that of the run to resume (`out`), otherwise the number
-    of idle cores. On a GPU, the configuration is returned unchanged.
+    It is the configured number, otherwise that in the folder `out` of the run to resume, otherwise
+    the number of idle cores. On a GPU, the configuration is returned unchanged. Torch's own setting
+    is not changed.
+
+    Raises:
+        ConfigError: This machine does not have the configured device, or the folder's configuration
+            cannot be read.
     """
     if config.threads is not None or resolve_devices(config.device)[0].type != "cpu":
         return config

@@ -40,9 +40,11 @@ __all__ = [
 
 
 def initial_network(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classifier:
-    """Build the initial network of an architecture.
+    """Build the initial network of an architecture, on the CPU.
 
-    All clients of one architecture start from the same weights, and so does the server's model.
+    All clients of one architecture start from the same weights, and so does the server's model:
+    they depend on seed and name alone, except that a module in `own` keeps its weights. The global
+    random state is restored.
 
     Args:
         name: The architecture.
@@ -63,13 +65,13 @@ def narrowed_name(name: str, share: float) -> str:
 
 
 def architecture_names(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
-    """Return the architecture of each client.
+    """Return the architecture of each client, in the order of their ids.
 
-    "auto" is small-cnn for algorithms that need one architecture, and small-5, five different
-    ones, for all others.
+    The models of a list or family are repeated in turn. "auto" is small-cnn for algorithms that
+    need one architecture, and small-5, five different ones, for all others.
 
     Raises:
-        ConfigError: `models` names no known architecture.
+        ConfigError: `models` has a name that is neither known nor module:name.
     """
     if models == "auto":
         models = "small-cnn" if algorithm.server_model.one_architecture else "small-5"
@@ -100,13 +102,13 @@ def cut_networks(
 
     Clients with the same architecture and width share one network object. Features are pooled to
     the algorithm's width, and private training replaces batch by group normalisation. The server's
-    network is that of client 0 at full width, unless the algorithm names another; None if client 0
-    has no network here.
+    network is that of client 0 at full width, unless the algorithm names another, which is built
+    and not changed; None if client 0 has no network here. The given networks are copied.
 
     Args:
         config: The configuration.
-        names: Client -> architecture.
-        networks: Client -> network of that architecture.
+        names: Client -> architecture, of all clients.
+        networks: Client -> network of that architecture; at a site, of that client only.
         spec: Shape and number of classes of the images.
     """
     algorithm = config.algorithm
@@ -141,8 +143,12 @@ def make_all_networks(
 
     Args:
         config: The configuration; if all models are given by name, its `models` counts.
-        listed: Models as pairs of a name and its module or factory, or None.
+        listed: Models as pairs of a name and its module or factory, or None. Clients take them in
+            turn.
         spec: Shape and number of classes of the images.
+
+    Returns:
+        Client -> architecture without its width, and the networks of `cut_networks`.
     """
     own = dict(listed)
     if all(factory is None for factory in own.values()):
@@ -182,9 +188,10 @@ def require_apart(config: Config, overlap: int) -> None:
 def make_client(
     config: Config, k: int, network: Classifier, architecture: str, task: Task, device: torch.device
 ) -> Client:
-    """Build client k with its training data and tests.
+    """Build client k, of the algorithm's client class, with its training data and tests.
 
-    Its network is copied from the given one when it is first used.
+    Tests are "global" and "local", and with validation images "val" and "val_local". Its network is
+    copied from the given one when it is first used.
 
     Args:
         config: The configuration.
@@ -210,7 +217,15 @@ def make_server(
     public: Images | None,
     device: torch.device,
 ) -> Server:
-    """Build the server of clients with these architectures.
+    """Build the server, with a model if the algorithm's `server_model` asks for one.
+
+    Args:
+        config: The configuration.
+        names: Client -> architecture.
+        parts: The networks of all parties; the server's model is a copy of `parts.full`.
+        spec: Shape and number of classes of the images.
+        public: The public images; None if the run has none.
+        device: Where the server computes.
 
     Raises:
         ConfigError: The algorithm needs public data or one architecture, and the run does not have

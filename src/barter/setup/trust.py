@@ -47,7 +47,7 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 def trusting(trust: bool) -> Iterator[None]:
     """With `trust`, consent inside the block to the code that run folders name.
 
-    Without, consent of an outer block still holds.
+    If it is False nothing changes: consent of an outer block still holds.
     """
     token = _trusted.set(trust or _trusted.get())
     try:
@@ -95,11 +95,11 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def read_run(run: Path, granted: Collection[str] = ()) -> Config:
-    """Read the configuration of a run's folder; require consent to code it names.
+    """Read the configuration of a run's folder; require consent to code it names first.
 
     Args:
         run: The run's folder.
-        granted: Names of code that the user has named already.
+        granted: Names of code to which no consent is needed, since the user has named them.
 
     Raises:
         ConfigError: The configuration is not valid, or names code without consent.

@@ -29,7 +29,10 @@ Attack: TypeAlias = Callable[[Payload, Payload], Payload]
 
 
 def malformed_answers(answer: Payload, at: str = "answer") -> Iterator[MalformedAnswer]:
-    """Yield malformed variants of an answer, each with one modification.
+    """Yield descriptions and malformed variants of an answer, each with one modification.
+
+    The answer as a whole is modified first, then its parts recursively: of a dict or a list at most
+    three entries, the first ones and the last. The answer itself is not changed.
 
     Args:
         answer: A correct answer.
@@ -125,7 +128,7 @@ def _is_variance(path: str) -> bool:
 
 
 def _enlarge(answer: Payload, earlier: Payload, times: float = 1000.0) -> Payload:
-    """Multiply all float tensors by `times`, up to the contracts' bound."""
+    """Return the answer with all float tensors times `times`, up to the contracts' bound."""
 
     def scale(path: str, value: Any) -> Any:
         return (value * times).clamp(-BOUND, BOUND) if _is_float(value) else value
@@ -219,7 +222,8 @@ class AdversarialClient:
 
     It does so in every evaluation, and in one other method per round. Of each method, an answer is
     sent that its contract rejects, then malformed ones that it accepts, then attacks that must be
-    refused. At the end come attacks that may pass, each in all methods of one round.
+    refused. At the end come attacks that may pass, each in all methods of one round. The
+    constructor replaces the engine's `receive_answer`; call `next_round` after each round.
     """
 
     def __init__(self, engine: BaseEngine) -> None:
@@ -255,9 +259,10 @@ class AdversarialClient:
         return self.arrive(answer, method, client, sent)
 
     def target(self) -> str:
-        """Return the method whose answer is malformed next; empty if none is left.
+        """Return the method whose answer is malformed next, the one with the most of them left.
 
-        It is the one with the most malformed answers left.
+        Empty if none is left, or if this round has had its malformed answer. `evaluate` is not
+        among the methods.
         """
         if self.description:
             return ""
@@ -269,7 +274,16 @@ class AdversarialClient:
         return max(left, key=lambda method: left[method], default="")
 
     def prepare(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> list[str]:
-        """Return descriptions of malformed answers and attacks, in sending order."""
+        """Return descriptions of malformed answers and attacks on a method, in sending order.
+
+        There are at most one malformed answer that the contract rejects and three that it accepts.
+        Attacks that may pass and change this answer are added to `possible` instead.
+
+        Args:
+            answer: The client's correct answer.
+            method: The method.
+            sent: The arguments that the client was sent.
+        """
         accepted: list[str] = []
         rejected: list[str] = []
         if answer is not None:
@@ -294,9 +308,9 @@ class AdversarialClient:
         return first + accepted[::step][:MOST_ACCEPTED] + attacks
 
     def malform(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Payload:
-        """Return the next malformed answer of the plan; if none is left, the correct one.
+        """Return the next malformed answer of the method's plan; if none is left, the correct one.
 
-        Methods whose answer must be refused are noted in `caught`.
+        It is removed from the plan. If it must be refused, the method is added to `caught`.
         """
         plan = self.plan[method]
         if not plan:
@@ -332,7 +346,7 @@ class AdversarialClient:
         return f"with a client whose {self.description or 'evaluations are nonsense'}"
 
     def next_round(self) -> bool:
-        """Return whether all malformed answers were sent, and begin the next round."""
+        """Prepare the next round; return True if there is nothing left to send in it."""
         self.description = ""
         self.caught = []
         self.attack = ""

@@ -1,6 +1,7 @@
 """Check a method against the rules for all methods, in a small federation.
 
-The docstring of each check is the rule as `barter check` prints it.
+A check raises `Violation` if the method breaks its rule. `CHECKS` has the rules as `barter check`
+prints them.
 """
 
 from __future__ import annotations
@@ -78,14 +79,15 @@ class Trial:
         min_clients: int | None = None,
         network: Network | None = None,
     ) -> Experiment:
-        """Return a new small federation that runs the method on few digits.
+        """Return a new federation of three clients that runs the method on few digits, on the CPU.
 
         Args:
             seed: The run's seed.
             cores: Number of processes for clients.
-            out: The run's folder, if any.
+            out: The run's folder; None writes nothing.
             resume: Continue the run in the folder.
             min_clients: Number of clients that must answer; all if None.
+            network: A simulated network, or None.
         """
         # With two architectures, two of the three clients have the same one.
         models = (
@@ -110,7 +112,7 @@ class Trial:
         return experiment
 
     def over(self, wire: Wire) -> Outcome:
-        """Run the method with this wire, and return the outcome."""
+        """Run the method for three rounds with this wire, and return the outcome."""
         experiment = self.federation()
         experiment.engine.wire = wire
         return outcome(experiment)
@@ -122,12 +124,19 @@ class Trial:
 
     @cached_property
     def recorded_calls(self) -> Listening:
-        """Return the wire of the undisturbed run, which records the calls."""
+        """Return the wire of the undisturbed run, which records the calls in `methods`.
+
+        It is empty until `straight` has been computed.
+        """
         return Listening(self.algorithm.may_be_infinite)
 
 
 def few_digits(images: int = IMAGES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return few training images and labels, and a quarter as many for tests."""
+    """Return the first digits: training images and labels, then test images and labels.
+
+    Args:
+        images: Number of training images; there are a quarter as many for tests.
+    """
     digits = load_dataset("digits")
     test = images // 4
     return (
@@ -139,7 +148,12 @@ def few_digits(images: int = IMAGES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def outcome(experiment: Experiment, rounds: int = ROUNDS) -> Outcome:
-    """Run an experiment until this round; return its state and its records."""
+    """Run an experiment until this round; return its state and its records.
+
+    Returns:
+        The leaves of the state by path, and of each round that was run now its number, the clients'
+        and the server's metrics, and bytes by method.
+    """
     records = [
         (r.round, r.clients, r.server, r.bytes) for r in experiment.rounds(rounds, progress=False)
     ]
@@ -147,7 +161,7 @@ def outcome(experiment: Experiment, rounds: int = ROUNDS) -> Outcome:
 
 
 def _require_same(one: Outcome, other: Outcome, reason: str) -> None:
-    """Raise if two runs ended differently; the message names the first difference."""
+    """Raise Violation if two runs ended differently; the message names one difference."""
     state, records = one
     other_state, other_records = other
     for at in state.keys() | other_state.keys():
@@ -210,7 +224,10 @@ def runs(trial: Trial) -> None:
 
 
 def crosses_what_it_says(trial: Trial) -> None:
-    """Check that calls and their directions are those that `crosses` declares."""
+    """Check that calls and their directions are those that `crosses` declares.
+
+    The last call of a round must be the one that `crosses` names last.
+    """
     _, records = trial.straight
     totals: dict[str, dict[str, int]] = {}
     for _, _, _, by_method in records:
@@ -313,7 +330,11 @@ def follows_the_seed(trial: Trial) -> None:
 
 
 def tolerates_malformed_answers(trial: Trial) -> None:
-    """Check that malformed answers of one client do no harm to others."""
+    """Check that malformed or extreme answers of one client do no harm to others.
+
+    The run must go on and resume, no other client may fail, answers that must be refused must be
+    recorded as failures, and nothing but that client's own state may hold NaN or infinity.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         first = trial.federation(min_clients=CLIENTS - 1, out=out)
@@ -397,7 +418,7 @@ CHECKS: dict[Callable[[Trial], None], str] = {
 
 
 def check_algorithm(algorithm: Algorithm[Any, Any]) -> Iterator[tuple[str, str]]:
-    """Check a method; yield each rule and its problem, empty if there is none.
+    """Check a method; yield each rule and its problem, an empty string if there is none.
 
     If the method does not run at all, the remaining checks are skipped.
     """
@@ -410,7 +431,10 @@ def check_algorithm(algorithm: Algorithm[Any, Any]) -> Iterator[tuple[str, str]]
 
 
 def find_problem(check: Callable[[Trial], None], trial: Trial) -> str:
-    """Run a check; return the problem in one line, or an empty string."""
+    """Run a check on one thread; return the problem in one line, or an empty string.
+
+    Any exception of the check is a problem, not only a `Violation`.
+    """
     try:
         with limit_threads(1):
             check(trial)

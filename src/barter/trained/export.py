@@ -32,8 +32,12 @@ FLAT = torch.contiguous_format
 def export_model(model: TrainedModel, to: Path) -> None:
     """Export a network to a file of suffix .safetensors, .onnx or .pt2.
 
+    The file has the metadata of `export_metadata`. ONNX weights of more than 2 GB are in further
+    files beside it. No part of the file remains if writing fails.
+
     Raises:
-        ConfigError: The file exists, has another suffix, or cannot be written.
+        ConfigError: The file exists, has another suffix, or cannot be written; the network cannot
+            be traced (.onnx and .pt2); or ONNX is not installed.
     """
     write = EXPORT_FORMATS.get(to.suffix)
     if write is None:
@@ -67,7 +71,10 @@ def _quiet() -> Iterator[None]:
 
 
 def export_metadata(model: TrainedModel) -> dict[str, str]:
-    """Return the metadata that a file holds next to the weights; lists are JSON."""
+    """Return the metadata that a file holds next to the weights, as text; lists are JSON.
+
+    They describe the network, its input with normalisation, its output, and names of the classes.
+    """
     spec = model.spec
     return {
         "made_by": f"barter {__version__}, {model.owner} after round {model.round}",

@@ -39,7 +39,7 @@ class TrainedModel:
     round: int  # the round after which the network was saved
 
     def prepare(self, images: Tensor | NDArray[Any]) -> Tensor:
-        """Resize and normalise images for the network.
+        """Resize and normalise images to the network's input, floats (N, C, height, width).
 
         Args:
             images: A tensor or an array of images of any size: uint8 in 0..255 or floats in 0..1,
@@ -115,7 +115,9 @@ def load(
 
 
 def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
-    """Load all networks in a run's folder: the clients', then the server's, if any.
+    """Load all networks in a run's folder: the clients' by id, then the server's, if any.
+
+    Clients of a Flower run have theirs at their sites, not in the folder.
 
     Raises:
         CheckpointError: That round is not kept, or damaged.
@@ -201,7 +203,7 @@ def _restore(
 
 
 def _described(run: Path, networks: Payload) -> tuple[dict[int, str], Spec, tuple[str, ...]]:
-    """Return architectures, input format and classes from a checkpoint.
+    """Return architectures by client, input format and names of classes from a checkpoint.
 
     Raises:
         CheckpointError: It is not what a run writes.
@@ -245,13 +247,17 @@ def evaluate_networks(
 ) -> tuple[int, list[float]]:
     """Evaluate networks on a data set; return image count and accuracies.
 
-    The test split is used. If the data set has none and is new to the run, all images are used.
+    The test split is used. If the data set came without one and is new to the run, all images are
+    used. Classes are matched by name.
 
     Args:
-        networks: Networks of one run.
+        networks: Networks of one run, which are moved to the device.
         dataset: The data set.
         new: Whether the run was trained on other data.
         device: Where to compute.
+
+    Returns:
+        The number of images, and each network's accuracy, a fraction of 1, in the given order.
 
     Raises:
         ConfigError: The data set has other channels or classes than the networks.
