@@ -271,8 +271,8 @@ def honest_mean(run: dict[str, Any], adversarial: Collection[int]) -> float:
     return 100 * (statistics.fmean(kept) if kept else run["accuracy"])
 
 
-def table(results: list[dict[str, Any]], data: str) -> str:
-    """Return a Markdown table of a data set's results: mean accuracies over seeds in per cent.
+def table_cells(results: list[dict[str, Any]], data: str) -> list[list[str]]:
+    """Return the table of a data set, the heading first: mean accuracies over seeds in per cent.
 
     One row per method and attack. Every cell is the accuracy of the clients that are honest with
     this percentage of adversarial ones. Cells with several numbers are of 10, 20 and 30 %. The
@@ -307,8 +307,8 @@ def table(results: list[dict[str, Any]], data: str) -> str:
             return "-"
         return ", ".join("-" if base is None else f"{defended - base:+.1f}" for base in bases)
 
-    header = "| method | attack | seeds | none adversarial, off / on | absent | off | on | loss |"
-    lines = [header, "|---|---|--:|--:|--:|--:|--:|--:|"]
+    heading = ["method", "attack", "seeds", "none adversarial, off / on"]
+    rows = [[*heading, "absent", "off", "on", "loss"]]
     for method, about in METHODS.items():
         clean = [mean(method, robust, "none", 0) for robust in ("none", "auto")]
         if None in clean:
@@ -326,8 +326,8 @@ def table(results: list[dict[str, Any]], data: str) -> str:
                 loss(method, attack),
             ]
             if done:
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+                rows.append(cells)
+    return rows
 
 
 def main() -> None:
@@ -353,7 +353,9 @@ def main() -> None:
         run_all([run for run in plan(args) if key(run) not in known], args)
     results = finished(args.out)
     for data in sorted({run["data"] for run in results}):
-        sys.stdout.write(f"\n{data}\n\n{table(results, data)}\n")
+        sys.stdout.write(f"\n{data}\n\n")
+        for cells in table_cells(results, data):
+            sys.stdout.write(f"| {' | '.join(cells)} |\n")
 
 
 if __name__ == "__main__":

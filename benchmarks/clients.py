@@ -110,8 +110,10 @@ def measure(method: str, clients: int, rounds: int, device: str, models: str) ->
             seconds.append(time.perf_counter() - start)
             cpu_seconds.append(time.process_time() - cpu_start)
             traffic.append(written() - bytes_before)
+    peers = {"peers": settings["peers"]} if "peers" in settings else {}
     row = {
         "method": method,
+        **peers,
         "clients": clients,
         "ready_s": round(ready, 2),
         "round_s": round(statistics.median(seconds[1:]), 3),
@@ -127,7 +129,9 @@ def measure(method: str, clients: int, rounds: int, device: str, models: str) ->
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
-    lines = [list(rows[0]), ["---" for _ in rows[0]], *(list(row.values()) for row in rows)]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, ["---" for _ in columns]]
+    lines += [[row.get(column, "") for column in columns] for row in rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""Tables of measurements that are no accuracies by round: attacks, costs and speed.
+"""Tables of measurements that are not of stored runs: attacks, costs, speed, single studies.
 
 Each function of `TABLES` reads files of benchmarks/results and returns the cells of one table, the
 heading first. `benchmarks.tables` writes them into the pages beside the tables of stored runs.
@@ -7,13 +7,15 @@ heading first. `benchmarks.tables` writes them into the pages beside the tables 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from barter.recipes.recipe import find_recipe
 from barter.recipes.stored import group_by_row, read_stored_runs, spread_over_seeds
+from barter.runs.progress import format_bytes
+from benchmarks import adversaries, time_to_accuracy
 
 RESULTS = Path(__file__).parent / "results"
 RECIPES = Path(__file__).parent.parent / "src" / "barter" / "recipes"
@@ -37,6 +39,17 @@ PROTECTIONS = {
 }
 GUESSES = ("inversion: mean of the class", "inversion: nearest image of the class")
 SYNTHETIC = "inversion: transfer images"
+BY_EMBEDDINGS = "membership: nearest row, embeddings and weights"
+BY_LOSS = "membership: loss threshold, weights"
+# Methods as the pages spell them.
+NAMES = {
+    "fedavg": "FedAvg",
+    "fedproto": "FedProto",
+    "fedkd": "FedKD",
+    "fedaf": "FedAF",
+    "dfrd": "DFRD",
+    "dffke": "DFFKE",
+}
 
 
 def accuracy(file: Path, row: str, metric: str, at: int | None = None) -> str:
@@ -187,6 +200,16 @@ def _reconstruction(attacks: Sequence[dict[str, float]]) -> str:
     return f"{psnr:.1f} dB, {rate}%"
 
 
+def _inversions(results: Mapping[str, dict[str, float]]) -> list[dict[str, float]]:
+    """Return what the reconstructions from embeddings achieve; empty if there were none."""
+    others = (*GUESSES, SYNTHETIC)
+    return [
+        values
+        for attack, values in results.items()
+        if attack.startswith("inversion") and attack not in others and values
+    ]
+
+
 def attacks(data: str) -> Table:
     """Return what attacks on DFFKE achieve, by protection.
 
@@ -206,13 +229,9 @@ def attacks(data: str) -> Table:
     for name, label in PROTECTIONS.items():
         run = measured[name]
         results: dict[str, dict[str, float]] = run["attacks"]
-        inversions = [
-            values
-            for attack, values in results.items()
-            if attack.startswith("inversion") and attack not in (*GUESSES, SYNTHETIC) and values
-        ]
-        by_embeddings = results.get("membership: nearest row, embeddings and weights")
-        by_loss = results["membership: loss threshold, weights"]
+        inversions = _inversions(results)
+        by_embeddings = results.get(BY_EMBEDDINGS)
+        by_loss = results[BY_LOSS]
         membership = [values["auc"] for values in (by_embeddings, by_loss) if values]
         distances = [
             values["distance"]
@@ -233,6 +252,219 @@ def attacks(data: str) -> Table:
                 f"{min(distances):.2f}",
             ]
         )
+    return table
+
+
+def attacks_in_short() -> Table:
+    """Return what attacks on DFFKE find on digits: without protection, and with the strongest."""
+    table = [
+        [
+            "what is sent",
+            "private images found",
+            "membership (AUC; 0.5 is chance)",
+            "global accuracy",
+        ]
+    ]
+    labels = {
+        "nothing": "DFFKE, default: embeddings",
+        "noise-for-embeddings": 'DFFKE, `reveal = "nothing"`',
+        "private-training-8": "DFFKE, private training, ε = 8",
+    }
+    measured = stored("dffke-privacy.json")["digits"]
+    for name, label in labels.items():
+        results = measured[name]["attacks"]
+        found = []
+        if inversions := _inversions(results):
+            share = max(values["found"] for values in inversions)
+            found.append(f"{100 * share:.4g} % from embeddings")
+        if SYNTHETIC in results:
+            found.append(f"{100 * results[SYNTHETIC]['found']:.1f} % from synthetic images")
+        by_embeddings = results.get(BY_EMBEDDINGS)
+        membership = f"{results[BY_LOSS]['auc']:.2f}, by the loss"
+        if by_embeddings:
+            membership = f"{by_embeddings['auc']:.2f}, by embeddings"
+        accuracy = f"{measured[name]['rounds'][-1]:.1f}"
+        table.append([label, ", ".join(found) or "none", membership, accuracy])
+    return table
+
+
+def malformed_answers() -> Table:
+    """Return what became of mutated answers, over all methods."""
+    headings = {
+        "answers": "answers",
+        "ran": "rounds run",
+        "survived": "survived",
+        "refused": "refused as that client's failure",
+        "ended": "run ended",
+        "blamed": "another client failed",
+        "non-finite": "state not finite",
+        "no resume": "could not resume",
+    }
+    rows = stored("fuzz-answers.json")["rows"]
+    return [
+        list(headings.values()),
+        [f"{sum(row[key] for row in rows):,}" for key in headings],
+    ]
+
+
+def adversarial_clients(data: str) -> Table:
+    """Return accuracies of honest clients beside adversarial ones.
+
+    Args:
+        data: The data set: digits or fashion.
+    """
+    return adversaries.table_cells(adversaries.finished(adversaries.RESULTS), data)
+
+
+def simulated_time() -> Table:
+    """Return accuracies and costs of methods on simulated phones."""
+    runs = time_to_accuracy.read(time_to_accuracy.RESULTS, "mobile")
+    heading, *rows = time_to_accuracy.table_cells(runs, target=0.7)
+    return [heading, *([f"`{method}`", *cells] for method, *cells in rows)]
+
+
+def private_statistics() -> Table:
+    """Return accuracies of class statistics and of local training, by ε; means over splits."""
+    labels: dict[tuple[str, float | None], str] = {
+        ("statistics", None): "statistics of all clients, any alpha",
+        ("statistics, means alone", None): "the same, without covariance",
+    }
+    for skew in (1.0, 0.1):
+        start = f"local only, alpha {skew}"
+        labels["local: own statistics", skew] = f"{start}: statistics of one client"
+        labels["local: head by DP-SGD", skew] = f"{start}: linear head by DP-SGD"
+    rows = stored("private-statistics.json")["rows"]
+    epsilons = list(dict.fromkeys(row["epsilon"] for row in rows))
+    first, *others = (f"{value:g}" for value in epsilons if value is not None)
+    table = [["method", f"ε = {first}", *others, "without noise"]]
+    for (method, alpha), label in labels.items():
+        cells = []
+        for epsilon in epsilons:
+            accuracies = [
+                accuracy
+                for row in rows
+                if row["method"] == method
+                and row["epsilon"] == epsilon
+                and alpha in (None, row["alpha"])
+                for accuracy in row["accuracy"]
+            ]
+            cells.append(f"{100 * fmean(accuracies):.1f}")
+        table.append([label, *cells])
+    return table
+
+
+def _clients_rows(file: str) -> list[dict[str, Any]]:
+    """Return the rows of a measurement by number of clients, by method and number."""
+    rows: list[dict[str, Any]] = stored(file)["rows"]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    return sorted(rows, key=lambda row: (methods.index(row["method"]), row["clients"]))
+
+
+def _clients_label(row: Mapping[str, Any]) -> list[str]:
+    """Return the first two cells of a row: the method and the number of clients."""
+    peers = f", {row['peers']} `peers`" if "peers" in row else ""
+    return [NAMES[row["method"]] + peers, f"{row['clients']:,}"]
+
+
+def clients_cpu() -> Table:
+    """Return what a round costs on a CPU by the number of clients, now and all in memory."""
+    heading = ["method", "clients", "s per round before", "CPU s per round now"]
+    heading += ["peak MiB before", "peak MiB now"]
+    heading += ["MiB written per round before", "MiB written per round now"]
+    table = [heading]
+    earlier = {
+        (row["method"], row["clients"]): row for row in stored("clients-cpu-before.json")["rows"]
+    }
+    for row in _clients_rows("clients-cpu.json"):
+        before = earlier.get((row["method"], row["clients"]))
+        cells = ["" if before is None else f"{before['round_s']:.1f}", f"{row['round_cpu_s']:.2g}"]
+        cells += ["" if before is None else f"{before['peak_mib']:.0f}", f"{row['peak_mib']:.0f}"]
+        cells.append("" if before is None else f"{before['written_mib']:.1f}")
+        cells.append(f"{row['written_mib']:.1f}")
+        table.append([*_clients_label(row), *cells])
+    return table
+
+
+def clients_gpu() -> Table:
+    """Return what a round costs on a GPU by the number of clients."""
+    heading = ["method", "clients", "s per round"]
+    table = [[*heading, "peak MiB of host memory", "MiB of GPU memory"]]
+    for row in _clients_rows("clients-cuda.json"):
+        cells = [f"{row['round_s']:.2f}", f"{row['peak_mib']:,.0f}", f"{row['device_mib']:,.0f}"]
+        table.append([*_clients_label(row), *cells])
+    return table
+
+
+def encodings() -> Table:
+    """Return what encodings of images save, lose and take."""
+    heading = ["encoding", "times smaller than half floats", "error (RMS)", "PSNR"]
+    table = [[*heading, "encode", "decode"]]
+    for row in stored("encodings.json")["rows"]:
+        cells = [f"{row['times_smaller']:.1f}", f"{row['rms']:.2g}", f"{row['psnr']:.1f} dB"]
+        cells += [f"{row[f'{way}_mb_per_s']:,.0f} MB/s" for way in ("encode", "decode")]
+        table.append([f"`{row['encoding']}`", *cells])
+    return table
+
+
+def wire_profiles() -> Table:
+    """Return bytes per client and round, and accuracies, by profile; means over seeds."""
+    rows = stored("wire-digits.json")["rows"]
+    profiles = list(dict.fromkeys(row["profile"] for row in rows))
+    table = [["method", *profiles, *(f"accuracy, {profile}" for profile in profiles)]]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        sizes = []
+        accuracies = []
+        for profile in profiles:
+            runs = [row for row in rows if (row["method"], row["profile"]) == (method, profile)]
+            both_ways = [run["megabytes_up"] + run["megabytes_down"] for run in runs]
+            sizes.append(fmean(both_ways))
+            accuracies.append(f"{fmean(run['accuracy'] for run in runs):.1f} %")
+        exact, *encoded = sizes
+        cells = [format_bytes(1e6 * exact)]
+        cells += [f"{format_bytes(1e6 * size)} ({exact / size:.1f}x)" for size in encoded]
+        table.append([NAMES[method], *cells, *accuracies])
+    return table
+
+
+def digits_20_rounds() -> Table:
+    """Return accuracies of methods that share heads or class means, on digits."""
+    keys = ("global", "local", "shared_global", "shared_local")
+    table = [["method", "global test", "local test", *(f"`{key}`" for key in keys[2:]), "bytes"]]
+    for row in stored("digits-20-rounds.json")["rows"]:
+        cells = [
+            f"{row[key]['mean']:.1f} ± {row[key]['deviation']:.1f}" if key in row else "-"
+            for key in keys
+        ]
+        table.append([row["method"], *cells, format_bytes(1e6 * row["megabytes"])])
+    return table
+
+
+def fedzge_statistics() -> Table:
+    """Return accuracies of FedZGE by the statistics that networks are evaluated with."""
+    table = [['`preset = "paper"`', "clients, all classes", "clients, local test", "server"]]
+    for row in stored("fedzge-statistics.json")["rows"]:
+        cells = [
+            " ".join(f"{value:.1f}" for value in row.get(key, ()))
+            for key in ("global", "local", "server")
+        ]
+        table.append([f"`{row['network']}`, {row['statistics']}", *cells])
+    return table
+
+
+def submodels_statistics() -> Table:
+    """Return accuracies of submodel methods by the source of their statistics."""
+    columns = {
+        "afterwards": "`afterwards`",
+        "global": "`global`",
+        "one_pass": "one pass over all images, mixed",
+    }
+    table = [["server's model, %", "network", *columns.values()]]
+    for row in stored("submodels-statistics.json")["rows"]:
+        cells = []
+        for key in columns:
+            seeds = " ".join(f"{value:.1f}" for value in row[key])
+            cells.append(f"{fmean(row[key]):.1f} ({seeds})")
+        table.append([f"`{row['method']}`", f"`{row['network']}`", *cells])
     return table
 
 
@@ -458,6 +690,45 @@ def phases() -> Table:
     return table
 
 
+def clients_speed() -> Table:
+    """Return the seconds of a DFFKE round by the number of clients, with all peers and with four."""
+    table = [["K", "round", "exchange", "round, `peers = 4`", "exchange"]]
+    measured = stored("speed-clients.json")["clients"]
+    for clients, everybody in measured["all peers"].items():
+        few = measured["peers = 4"].get(clients)
+        cells = [f"{everybody[phase]:.1f} s" for phase in ("round", "exchange")]
+        cells += ["-" if few is None else f"{few[phase]:.1f} s" for phase in ("round", "exchange")]
+        table.append([clients, *cells])
+    return table
+
+
+def kernels() -> Table:
+    """Return the microseconds of a training step by kind of kernel."""
+    kinds = {
+        "convolution": "convolution",
+        "normalisation": "normalisation",
+        "elementwise": "elementwise",
+        "optimizer": "Adam",
+        "other": "other",
+    }
+    table = [["kernels", *kinds.values(), "sum", "side by side"]]
+    for name, spent in stored("speed-kernels.json")["kernels"].items():
+        microseconds = [spent[kind] for kind in kinds]
+        numbers = [*microseconds, sum(microseconds), spent["images_per_second"]]
+        cells = [f"{number:,.0f}" for number in numbers]
+        table.append([name.removesuffix(" kernels"), *cells])
+    return table
+
+
+def threads() -> Table:
+    """Return the milliseconds of a step of one program and of two, by how threads wait."""
+    measured = stored("threads.json")["milliseconds"]
+    table = [["ms per step", *(f"threads {way}" for way in measured)]]
+    for programs, label in {"1": "one program", "2": "two"}.items():
+        table.append([label, *(f"{times[programs]:.1f}" for times in measured.values())])
+    return table
+
+
 def execution() -> Table:
     """Return images per second by the way in which steps are executed."""
     ways = ("eager", "compile", "compile-overhead", "graphs", "kernels", "compile-graphs")
@@ -487,8 +758,21 @@ TABLES: dict[str, Callable[[], Table]] = {
     "dffke-wire-bytes": encoded_traffic,
     "privacy-attacks-digits": lambda: attacks("digits"),
     "privacy-attacks-fashion": lambda: attacks("fashion-2k"),
+    "privacy-attacks-short": attacks_in_short,
+    "privacy-malformed-answers": malformed_answers,
     "privacy-attacks-levels": levels_under_attack,
     "privacy-epsilon": epsilon,
+    "private-statistics": private_statistics,
+    "adversaries-digits": lambda: adversarial_clients("digits"),
+    "adversaries-fashion": lambda: adversarial_clients("fashion"),
+    "clients-cpu": clients_cpu,
+    "clients-gpu": clients_gpu,
+    "digits-20-rounds": digits_20_rounds,
+    "encodings": encodings,
+    "wire-digits": wire_profiles,
+    "fedzge-statistics": fedzge_statistics,
+    "submodels-statistics": submodels_statistics,
+    "time-mobile": simulated_time,
     "overhead-methods": overhead,
     "overhead-protection": protection,
     "flower-calls": flower_calls,
@@ -501,5 +785,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "speed-gpu": gpu_training,
     "speed-cpu": cpu_training,
     "speed-phases": phases,
+    "speed-clients": clients_speed,
+    "speed-kernels": kernels,
+    "speed-threads": threads,
     "speed-execution": execution,
 }

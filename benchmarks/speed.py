@@ -536,9 +536,9 @@ def main() -> None:
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
     args.out.mkdir(parents=True, exist_ok=True)
-    name = {"cpu": "speed-cpu", "execution": "speed-execution"}.get(
-        " ".join(args.sections), "speed"
-    )
+    apart = ("cpu", "execution", "clients", "kernels")  # with a file of their own if run alone
+    section = " ".join(args.sections)
+    name = f"speed-{section}" if section in apart else "speed"
     with tempfile.TemporaryDirectory() as folder:
         images = args.data or random_images(Path(folder), 32, 3, 100, 50_000, 10_000)
         few = random_images(Path(folder), 32, 3, 100, 20_000, 1000)

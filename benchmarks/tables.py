@@ -11,8 +11,8 @@ two comments, and everything between them is replaced:
     <!-- table: dffke-cifar -->
     <!-- end -->
 
-Tables of attacks, costs and speed are those of `benchmarks.measured`. What other tables show is
-said by benchmarks/tables.toml:
+Tables of attacks, costs, speed and single studies are those of `benchmarks.measured`. What other
+tables show is said by benchmarks/tables.toml:
 
     [dffke-cifar]
     first = "setting"                     # heading of the first column
@@ -29,6 +29,7 @@ Columns, which may begin with a metric of their own ("own last", "trained 1", "s
 
     5            mean ± standard deviation over seeds after round 5, in percent
     last, best   the same after the last round, or the best one of the mean curve, with its number
+    mean         the mean alone after the last round
     by seed      the values after the last round, seed by seed
     range        lowest to highest value after the last round
     above        difference to the table's baseline after the last round, seed by seed
@@ -38,6 +39,7 @@ Columns, which may begin with a metric of their own ("own last", "trained 1", "s
     seconds      median seconds of a round after the first, over all seeds
     minutes      mean duration of a run
     bytes        mean traffic of a run, both directions
+    text         the row's own words: { row = ..., text = "weights" }
 
 Results are stored as JSON lines, one line per run (`barter.recipes.stored` describes them): runs of
 recipes beside the recipe, src/barter/recipes/NAME.jsonl, and all others in benchmarks/results/*.jsonl.
@@ -206,7 +208,7 @@ def cell(
     runs = rows[row]
     if what in TEXTS:
         return fact(row, runs, what, metric)
-    for kind in ("by seed", "range", "above", "last", "best"):
+    for kind in ("by seed", "range", "above", "last", "best", "mean"):
         if what == kind or what.endswith(f" {kind}"):
             metric = what.removesuffix(kind).strip() or metric
             what = kind
@@ -219,6 +221,9 @@ def cell(
     if what == "best":
         at = best_round(runs, metric)
         return Cell("") if at is None else accuracy(runs, metric, at, number=True)
+    if what == "mean":
+        spread = spread_over_seeds(runs, metric)
+        return Cell("") if spread is None else Cell(percent(spread.mean), spread.mean)
     if what == "by seed":
         values = [run.value(metric) for run in runs]
         return Cell(" / ".join("-" if value is None else percent(value) for value in values))
@@ -267,7 +272,10 @@ def render(spec: Mapping[str, Any], rows: Mapping[str, Sequence[StoredRun]]) -> 
     for entry in spec["rows"]:
         metric = entry.get("metric", spec.get("metric", "global"))
         cells = [
-            cell(rows, entry["row"], what, metric, spec.get("baseline")) for what, _ in columns
+            Cell(entry["text"])
+            if what == "text"
+            else cell(rows, entry["row"], what, metric, spec.get("baseline"))
+            for what, _ in columns
         ]
         table.append((entry.get("label", entry["row"]), cells))
     best: dict[int, float] = {}

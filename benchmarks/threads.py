@@ -3,15 +3,21 @@
     python benchmarks/threads.py
 
 Prints milliseconds of a training step, of a program by itself and of two at the same time, with threads that spin while
-they wait (OpenMP's usual way) and with threads that soon sleep, as barter has them.
+they wait (OpenMP's usual way) and with threads that soon sleep, as barter has them. Writes results/threads.json.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import subprocess
 import sys
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
 
+OUT = Path(__file__).parent / "results" / "threads.json"
 STEPS = 100
 WAYS = {
     "spin": {"OMP_WAIT_POLICY": "active"},
@@ -48,13 +54,20 @@ def milliseconds(programs: int, way: dict[str, str]) -> float:
 
 
 def main() -> None:
-    rows = [[f"{milliseconds(programs, way):.1f}" for way in WAYS.values()] for programs in (1, 2)]
-    lines = [f"| ms a step | {' | '.join(f'threads {name}' for name in WAYS)} |", "|---|---|---|"]
-    lines += [
-        f"| {name} | {' | '.join(row)} |"
-        for name, row in zip(("one program", "two"), rows, strict=True)
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    found = {
+        "command": "python benchmarks/threads.py",
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": version("torch"),
+        "date": str(date.today()),
+        "milliseconds": {
+            name: {str(programs): round(milliseconds(programs, way), 1) for programs in (1, 2)}
+            for name, way in WAYS.items()
+        },
+    }
+    text = json.dumps(found, indent=1) + "\n"
+    OUT.write_text(text)
+    sys.stdout.write(text)
 
 
 if __name__ == "__main__":

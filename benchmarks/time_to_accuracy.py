@@ -145,13 +145,12 @@ def until(rounds: list[dict[str, Any]], target: float, cost: str) -> float | Non
     return next((line[cost] for line in rounds if line["accuracy"] >= target), None)
 
 
-def table(results: dict[str, dict[int, list[dict[str, Any]]]], target: float) -> str:
-    """Return a Markdown table with a row for each method; means over seeds."""
-    lines = [
-        f"| method | rounds | accuracy | seconds a round | server's share | MB | seconds to {target:.0%} "
-        f"| MB to {target:.0%} |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def table_cells(
+    results: dict[str, dict[int, list[dict[str, Any]]]], target: float
+) -> list[list[str]]:
+    """Return a table, the heading first, with a row for each method; means over seeds."""
+    heading = ["method", "rounds", "accuracy", "seconds a round", "server's share", "MB"]
+    table = [[*heading, *(f"{cost} to {100 * target:.0f} %" for cost in ("seconds", "MB"))]]
     for method, seeds in results.items():
         last = [rounds[-1] for rounds in seeds.values()]
         everything = [line for rounds in seeds.values() for line in rounds]
@@ -160,9 +159,9 @@ def table(results: dict[str, dict[int, list[dict[str, Any]]]], target: float) ->
         cells = [
             method,
             str(last[0]["round"]),
-            f"{mean([line['accuracy'] for line in last]):.1%}",
+            f"{100 * mean([line['accuracy'] for line in last]):.1f} %",
             f"{total / len(everything):.2f}",
-            f"{server / total:.0%}",
+            f"{100 * server / total:.0f} %",
             f"{1000 * mean([line['gigabytes'] for line in last]):.1f}",
         ]
         for cost, scale in (("hours", 3600.0), ("gigabytes", 1000.0)):
@@ -170,8 +169,8 @@ def table(results: dict[str, dict[int, list[dict[str, Any]]]], target: float) ->
             known = [scale * value for value in found if value is not None]
             missed = f" ({len(known)} of {len(found)} seeds)" if 0 < len(known) < len(found) else ""
             cells.append(f"{mean(known):.1f}{missed}" if known else "never")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        table.append(cells)
+    return table
 
 
 def draw(results: dict[str, dict[int, list[dict[str, Any]]]], preset: str, folder: Path) -> None:
@@ -224,7 +223,8 @@ def main() -> None:
             f"{method}, seed {seed}: {last['accuracy']:.1%}, {last['cpu_seconds']:.0f} s of CPU\n"
         )
     results = read(args.results, args.preset)
-    sys.stdout.write(f"{table(results, args.target)}\n")
+    for cells in table_cells(results, args.target):
+        sys.stdout.write(f"| {' | '.join(cells)} |\n")
     draw(results, args.preset, args.results.parent)
 
 

@@ -6,19 +6,23 @@
 
 A profile may be followed by encodings of fields, which override it, and by `deflate` or
 `stochastic`. Every profile starts from the same seeds. Prints a Markdown table; `--out` also writes
-every run's numbers as JSON.
+every run's numbers as JSON, as in results/wire-digits.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, cast
+
+import torch
 
 from barter import ALGORITHMS, Experiment
 from barter.core.wire_settings import WireSettings
@@ -156,6 +160,21 @@ def print_table(outcomes: list[Outcome], profiles: list[str]) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
+def write(path: Path, outcomes: list[Outcome], options: argparse.Namespace) -> None:
+    """Write every run's numbers, and where they were measured, as JSON."""
+    found = {
+        "command": " ".join(["python benchmarks/wire.py", *sys.argv[1:]]),
+        "date": str(date.today()),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "data": options.data,
+        "clients": options.clients,
+        "rounds": options.rounds,
+        "rows": [asdict(outcome) for outcome in outcomes],
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes and accuracy by wire profile.")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
@@ -176,7 +195,7 @@ def main() -> None:
             for profile in options.profiles:
                 outcomes.append(run(method, profile, seed, options))
                 if options.out is not None:
-                    options.out.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+                    write(options.out, outcomes, options)
     print_table(outcomes, options.profiles)
 
 

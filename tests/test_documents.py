@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 import shlex
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -30,7 +29,6 @@ from barter.compare.specification import ComparisonSpec
 from barter.core.errors import BarterError
 from barter.core.params import describe_fields
 from barter.models.zoo import ZOO
-from barter.runs.progress import format_bytes
 from barter.setup.config import find_algorithm, read_toml, resolve, with_settings
 from tests.browser import CHROMIUM, Browser
 from tests.forked import forked, status
@@ -59,33 +57,6 @@ def test_the_changelog_starts_with_what_a_user_gets() -> None:
 def test_the_list_of_methods_is_complete() -> None:
     text = (ROOT / "docs" / "methods" / "index.md").read_text()
     assert [name for name in ALGORITHMS if f"[`{name}`]({name}.md)" not in text] == []
-
-
-def test_the_chooser_shows_what_was_measured() -> None:
-    """Each row of a method has its accuracies and bytes of the stored comparison."""
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for line in (ROOT / "benchmarks/results/baselines-fashion-10k.jsonl").read_text().splitlines():
-        run = json.loads(line)
-        runs.setdefault(run["row"].removeprefix("baselines-fashion-10k: "), []).append(run["curve"])
-    text = (ROOT / "docs" / "choose.md").read_text()
-    sections = re.split(r"^### ", text, flags=re.M)[1:]
-    checked = 0
-    for section in sections:
-        model = "server" if "*Global* is the server's model" in section else "global"
-        rows = re.findall(
-            r"^\| \[(\w+)\][^|]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+ \w+) \|", section, re.M
-        )
-        for name, shown_global, shown_local, shown_bytes in rows:
-            curves = runs[name]
-            measured = [
-                f"{100 * statistics.mean(curve[key][-1] for curve in curves):.1f}"
-                for key in (model, "own")
-            ]
-            total = statistics.mean(sum(curve["bytes"]) for curve in curves)
-            assert [shown_global, shown_local] == measured, name
-            assert shown_bytes == format_bytes(total), name
-            checked += 1
-    assert checked >= 20
 
 
 def test_snippets_parse() -> None:
@@ -237,7 +208,8 @@ def test_generated_parts_are_written_anew_and_nothing_else() -> None:
 @pytest.mark.parametrize(("folder", "longest"), [("methods", 80), ("results", 120)])
 def test_pages_are_short(folder: str, longest: int) -> None:
     for page in (ROOT / "docs" / folder).glob("*.md"):
-        assert len(page.read_text().splitlines()) <= longest, page.name
+        lines = [line for line in page.read_text().splitlines() if not line.startswith("<!--")]
+        assert len(lines) <= longest, page.name
 
 
 def tables_of(page: str, heading: str) -> list[dict[str, list[str]]]:

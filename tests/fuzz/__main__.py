@@ -100,9 +100,11 @@ def fuzz_answers(arguments: argparse.Namespace) -> int:
                 seconds = time.time() - start
                 print(f"{done}/{len(tasks)} tasks, {count} answers, {seconds:.0f} s", flush=True)
     show(list(tallies.values()))
-    print(f"{time.time() - start:.0f} s with {arguments.jobs} processes, seed {arguments.seed}")
+    seconds = time.time() - start
+    print(f"{seconds:.0f} s with {arguments.jobs} processes, seed {arguments.seed}")
     if arguments.out:
-        arguments.out.write_text(answers.to_json(list(tallies.values())))
+        command = " ".join(["python -m tests.fuzz", *sys.argv[1:]])
+        arguments.out.write_text(answers.to_json(list(tallies.values()), command, seconds))
     bad = (*answers.FINDINGS, "fuzzer failed")
     return int(any(tally.verdicts[verdict] for tally in tallies.values() for verdict in bad))
 

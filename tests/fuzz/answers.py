@@ -328,7 +328,8 @@ def chunks(names: Collection[str], count: int, size: int) -> Iterator[tuple[str,
             yield name, range(begin, min(share, begin + size))
 
 
-def to_json(tallies: Collection[Tally]) -> str:
+def to_json(tallies: Collection[Tally], command: str, seconds: float) -> str:
+    """Return the counts and findings of all algorithms as benchmarks/results/fuzz-answers.json."""
     rows = [
         {
             "algorithm": tally.name,
@@ -340,4 +341,5 @@ def to_json(tallies: Collection[Tally]) -> str:
         }
         for tally in tallies
     ]
-    return json.dumps(rows, indent=1)
+    found = {"command": command, "seconds": round(seconds), "rows": rows}
+    return json.dumps(found, indent=1) + "\n"
