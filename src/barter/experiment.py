@@ -550,7 +550,11 @@ class Experiment:
         return "" if self.folder is None else self._command_back(self.folder.path, before, than)
 
     def _command_back(self, path: Path, before: str, than: int) -> str:
-        """Return what `_earlier_round` does, of a folder that is not opened yet."""
+        """Return a clause for messages: `before`, then "`barter resume PATH --round N` goes back".
+
+        N is the newest checkpoint before round `than` in the run's folder `path`. Empty if there is
+        none, and on Flower. `self.folder` need not be set, unlike in `_earlier_round`.
+        """
         if not isinstance(self.engine, LocalEngine):
             return ""
         earlier = [t for t in checkpoint_rounds(path) if t < than]

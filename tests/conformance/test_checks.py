@@ -18,7 +18,7 @@ from barter.core.params import Count
 from barter.core.payload import State
 from barter.ops.fit import fit, sgd
 from barter.testing import conformance
-from barter.testing.conformance import CHECKS, Trial, find_problem
+from barter.testing.conformance import CHECKS, Trial, _difference, find_problem
 from tests.conformance.disturbed import require_undisturbed
 from tests.conftest import tiny
 
@@ -297,3 +297,26 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "too tired" in said.out
     assert f"Breaks breaks 1 of {len(CHECKS)} rules" in said.err
     assert main(["check", f"{__name__}:Nobody"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (torch.tensor([True, False]), torch.tensor([True, True]), "by up to 1"),
+        (
+            torch.tensor([1, 5], dtype=torch.uint8),
+            torch.tensor([2, 5], dtype=torch.uint8),
+            "by up to 1",
+        ),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.double), "torch.float64"),
+        (torch.tensor([1.0, torch.inf]), torch.tensor([1.5, torch.inf]), "by up to"),
+        (torch.ones(1), None, "Tensor and NoneType"),
+        (torch.tensor([torch.nan]), torch.tensor([torch.nan]), ""),
+        (torch.nan, torch.nan, ""),
+        (1, 2, "1 and 2"),
+    ],
+)
+def test_differences_of_checkpoints_are_described(one: Any, other: Any, said: str) -> None:
+    found = _difference(one, other)
+    assert said in found
+    assert bool(found) == bool(said)

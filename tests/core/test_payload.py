@@ -163,6 +163,14 @@ def test_damaged_headers_are_refused() -> None:
             unpack({}, header)
 
 
+def test_integers_that_do_not_fit_into_64_bits_are_refused_on_arrival() -> None:
+    header = pack({"x": 1})[1]
+    assert unpack({}, header) == {"x": 1}
+    for number in (2**63, -(2**63) - 1, 10**400):
+        with pytest.raises(PayloadError, match="more than 64 bits"):
+            unpack({}, header.replace("1", str(number)))
+
+
 def test_a_state_dict_round_trips() -> None:
     state = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict()
     assert same(dict(unpack(*pack(state))), dict(state))

@@ -61,9 +61,9 @@ def _allowance() -> float:
 
 
 def _idle() -> float:
-    """Return the number of idle cores among those that this process may use.
+    """Return how many of the cores that this process may use are idle, on average over 0.2 seconds.
 
-    It is measured where /proc/stat exists, and estimated from the load average elsewhere.
+    Without /proc/stat it is the number of all cores minus the load average, which may be negative.
     """
     if not STAT.is_file():
         return (os.cpu_count() or 1) - os.getloadavg()[0]

@@ -308,6 +308,8 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
     """
 
     def decode(node: Any, depth: int = 0) -> Payload:
+        if isinstance(node, int) and not MIN_INT <= node < -MIN_INT:
+            raise PayloadError("an integer has more than 64 bits")
         if not isinstance(node, dict):
             return node
         if depth > DEPTH:

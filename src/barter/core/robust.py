@@ -190,11 +190,18 @@ class Defence:
         weights: Sequence[Tensor],
         centres: Sequence[Tensor],
     ) -> Tensor:
-        """Return each client's weight by Krum, multi-Krum or the geometric median.
+        """Return one weight per client (clients,), by Krum, multi-Krum or the geometric median.
 
         By Krum the client of the lowest score has weight 1 and all others 0; by multi-Krum the n -
         f lowest have 1, with f of `adversary_count`. Ties go to the client that comes first. The
-        geometric median gives the weights of `weiszfeld`.
+        geometric median gives the weights of `weiszfeld`. The caller multiplies by `weights`.
+
+        Args:
+            rule: "krum", "multi-krum" or "geometric-median".
+            blocks: The blocks that decide, as in `combine`.
+            weights: For each block the clients' weights, of the block's shape. Krum uses only
+                whether they are positive.
+            centres: For each block, where the geometric median starts; Krum ignores them.
         """
         if rule == "geometric-median":
             return weiszfeld(blocks, weights, centres)

@@ -491,7 +491,10 @@ def _require_tests(
 
 
 def _group_name(group: int, dataset: Dataset) -> str:
-    """Return the class of a number of `_groups`, and its domain if there are several."""
+    """Describe the class of a group number of `_groups`, for messages.
+
+    Such as "class 'cat'", or with several domains "class 'cat' of domain 'photo'".
+    """
     domain, label = divmod(group, len(dataset.classes))
     name = f"class {dataset.classes[label]!r}"
     return name if len(dataset.domains) == 1 else f"{name} of domain {dataset.domains[domain]!r}"

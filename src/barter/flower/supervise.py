@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -560,6 +561,8 @@ def run_worker(path: Path, door: Path) -> None:
         try:
             request = decode(frame)
             seconds = float(request.get("timeout", LONGEST_CALL))
+            if math.isnan(seconds):
+                raise ValueError("the timeout is not a number")
         except (BarterError, AttributeError, TypeError, ValueError) as error:
             return encode({"error": f"malformed request: {error}", "traceback": "", "quiet": True})
         if request.get("ask") == "call":

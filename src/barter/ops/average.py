@@ -73,12 +73,17 @@ def average(
 def _defended(
     states: Replies[State], since: Mapping[str, Tensor] | None, *, alike: bool
 ) -> dict[str, Tensor]:
-    """Aggregate states by the run's defence.
+    """Aggregate the clients' states by the run's defence, in float64.
 
-    Norms and distances are those of the weights; the statistics of batch normalisation, whose scale
-    is another, follow the clients that the weights select. Clients have equal weights unless the
-    rule is a mean over selected clients ("cosine") and `alike` is False. An empty `since` counts as
-    None.
+    The caller rounds and casts the result. Norms, distances and the selection of clients are by the
+    weights alone; batch-norm statistics, whose scale is another, follow the clients selected.
+
+    Args:
+        states: Each client's state.
+        since: The state that all clients started from, with every name in `states`. None or empty
+            if there is none: differences are then taken from the median of the clients.
+        alike: Weight clients equally. Otherwise the rule "cosine" weights them by their numbers of
+            images; all other rules weight clients equally.
     """
     names = list(next(iter(states.values())))
     rows = [torch.stack([w[name].double() for w in states.values()]) for name in names]

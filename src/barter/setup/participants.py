@@ -139,10 +139,12 @@ def cut_networks(
 def make_all_networks(
     config: Config, listed: Sequence[tuple[str, Own | None]], spec: Spec
 ) -> tuple[dict[int, str], Parts]:
-    """Return the architecture of each client, and the networks of all parties.
+    """Build the initial networks of all parties.
+
+    Clients with the same architecture and width share one network object: copy it before training.
 
     Args:
-        config: The configuration; if all models are given by name, its `models` counts.
+        config: The configuration; if all models are given by name, its `models` is used.
         listed: Models as pairs of a name and its module or factory, or None. Clients take them in
             turn.
         spec: Shape and number of classes of the images.

@@ -6,6 +6,7 @@ prints them.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -177,14 +178,25 @@ def _require_same(one: Outcome, other: Outcome, reason: str) -> None:
 
 
 def _difference(value: Any, other: Any) -> str:
-    """Describe how two values differ; empty if they are equal."""
+    """Describe how two leaves of a state differ; return "" if they are equal.
+
+    Leaves are tensors or plain values, not containers. Types, dtypes and shapes must be the same;
+    values are compared exactly, and NaN equals NaN.
+    """
+    if type(value) is not type(other):
+        return f"{type(value).__name__} and {type(other).__name__}"
     if not isinstance(value, Tensor):
-        return f"{value} and {other}" if value != other else ""
-    if value.shape != other.shape:
-        return f"shapes {tuple(value.shape)} and {tuple(other.shape)}"
-    if torch.equal(value, other):
+        both_nan = value != value and other != other
+        return "" if value == other or both_nan else f"{value} and {other}"
+    if value.shape != other.shape or value.dtype != other.dtype:
+        one, two = (f"{tuple(x.shape)} {x.dtype}" for x in (value, other))
+        return f"shapes and dtypes {one} and {two}"
+    if torch.equal(value.isnan(), other.isnan()) and torch.equal(
+        value.nan_to_num(), other.nan_to_num()
+    ):
         return ""
-    return f"by up to {float((value - other.to(value)).abs().max()):.2g}"
+    difference = (value.double() - other.double()).abs().nan_to_num(math.inf)
+    return f"by up to {float(difference.max()):.2g}"
 
 
 def is_documented(trial: Trial) -> None:
