@@ -20,6 +20,8 @@ from benchmarks import adversaries, time_to_accuracy
 RESULTS = Path(__file__).parent / "results"
 RECIPES = Path(__file__).parent.parent / "src" / "barter" / "recipes"
 Table = list[list[str]]
+# The run whose logits were in half precision, as they are now.
+STATISTICS = "dffke-reveal: CIFAR-100, alpha 1.0, statistics, rank=48, compression=8, mean prior 8"
 
 # Labels of DFFKE's protections by their names in dffke-privacy.json; the number is epsilon.
 PROTECTIONS = {
@@ -67,6 +69,29 @@ def accuracy(file: Path, row: str, metric: str, at: int | None = None) -> str:
     return f"{100 * spread.mean:.1f}"
 
 
+def megabytes(file: Path, row: str) -> float:
+    """Return the MB of each of ten clients in the last round of a stored row, both ways."""
+    runs = group_by_row(read_stored_runs(file))[row]
+    return fmean(run.curve["bytes"][-1] or 0.0 for run in runs) / 1e7
+
+
+def traffic_by_level() -> Table:
+    """Return the megabytes of a DFFKE client in a round, by level of `reveal`."""
+    levels = RESULTS / "dffke-reveal.jsonl"
+    photographs = "dffke-reveal: CIFAR-100, alpha 1.0, photographs"
+    mixtures = "dffke-reveal: CIFAR-100, alpha 1.0, mixtures"
+    rows = {
+        '`"images"`, share 0.6': (
+            RESULTS / "averaging.jsonl",
+            "averaging: dffke, partition.alpha=0.1",
+        ),
+        '`"mixtures"`, share 0.5': (levels, mixtures),
+        '`"statistics"`, share 0.5, `rank = 48`, `compression = 8`': (levels, STATISTICS),
+        '`"nothing"`, `substitute = "photographs"`, share 0.6': (levels, photographs),
+    }
+    return [["`reveal`", "MB"], *([name, f"{megabytes(*at):.1f}"] for name, at in rows.items())]
+
+
 def overview() -> Table:
     """Return the README's table: accuracy and exposure of DFFKE, FedAvg, and their bounds."""
     default = RECIPES / "dffke-cifar100-alpha-1.0.jsonl"
@@ -89,79 +114,103 @@ def overview() -> Table:
 
     def published(alpha: str) -> str:
         row = f"dffke-cifar-paper-augmented: CIFAR-100, alpha {alpha}, preset paper"
+        return f"{accuracy(paper, row, 'global', 4)} after 4"
+
+    def reported(alpha: str) -> str:
         figure = find_recipe(f"dffke-cifar100-alpha-{alpha}").paper
         assert figure is not None
         assert isinstance(figure.accuracy, float)
-        return f"{accuracy(paper, row, 'global', 4)} after 4; paper {figure.accuracy:.1f}"
+        return f"{figure.accuracy:.1f}"
 
     central = accuracy(averaging, "averaging: central, partition.alpha=1.0", "global", 50)
     dffke = "averaging: dffke, partition.alpha=0.1"
-    rows = [
-        ["method", "networks", "CIFAR-100, alpha 1.0", "alpha 0.1", "Fashion-MNIST"],
+    return [
+        [
+            "method",
+            "networks",
+            "CIFAR-100, alpha 1.0",
+            "alpha 0.1",
+            "MB a round",
+            "Fashion-MNIST",
+            "what it exposes",
+        ],
         [
             "local training only",
             "any",
             accuracy(default, "dffke-cifar100-alpha-1.0", "trained", 1),
             accuracy(skewed, "dffke-cifar100-alpha-0.1", "trained", 1),
+            "0",
             accuracy(fashion, "baselines-fashion-10k: local", "global", 5),
+            "nothing",
         ],
         [
             "**DFFKE**, barter's default",
             "any",
             f"**{accuracy(default, 'dffke-cifar100-alpha-1.0', 'global', 14)}**",
             f"**{accuracy(averaging, dffke, 'global', 14)}**",
+            f"{megabytes(averaging, dffke):.0f}",
             f"**{accuracy(fashion, 'baselines-fashion-10k: dffke', 'global', 5)}**",
+            "**shows near-copies of private images to every client**; weights, embeddings and "
+            "labels to the server",
         ],
         [
             'DFFKE, `reveal = "statistics"`',
             "any",
             statistics("1.0"),
             statistics("0.1"),
-            "not measured",
+            f"{megabytes(RESULTS / 'dffke-reveal.jsonl', STATISTICS):.0f}",
+            "",
+            "images decoded from samples of class statistics to every client, [hardly nearer to "
+            "offered images than to others](docs/results/dffke-levels.md); weights and statistics "
+            "to the server",
         ],
         [
             'DFFKE as published (`preset = "paper"`)',
             "any",
             published("1.0"),
             published("0.1"),
-            "not measured",
+            "",
+            "",
+            "decoder and translated embeddings, from which images of private data are decoded, to "
+            "every client; as the default to the server",
+        ],
+        [
+            "the paper's own figures (128 pixels, up to 50 rounds)",
+            "any",
+            reported("1.0"),
+            reported("0.1"),
+            "",
+            "",
+            "",
         ],
         [
             "FedAvg",
             "one for all",
             averages("1.0"),
             averages("0.1"),
+            f"{megabytes(averaging, 'averaging: fedavg, partition.alpha=1.0'):.0f}",
             accuracy(fashion, "baselines-fashion-10k: fedavg", "server", 5),
+            "weights to the server, their average to every client",
         ],
         [
-            "DFFKE with private images in place of decoded ones (*oracle*)",
+            "*oracle*: DFFKE with private images in place of decoded ones",
             "any",
             oracle("1.0"),
             oracle("0.1"),
-            "not measured",
+            "",
+            "",
+            "private images: a reference, not a method",
         ],
         [
-            "training on all images (*central*)",
+            "*central*: training on all images",
             "any",
-            f"{central} after 50 epochs",
-            f"{central}",
-            accuracy(fashion, "baselines-fashion-10k: central", "global", 5),
+            f"{central}, 50 epochs",
+            "the same run",
+            "",
+            f"{accuracy(fashion, 'baselines-fashion-10k: central', 'global', 5)}, 5 epochs",
+            "private images: a reference, not federated",
         ],
     ]
-    exposed = [
-        "what it exposes",
-        "nothing",
-        "**shows near-copies of private images to every client**; weights, embeddings and labels "
-        "to the server",
-        "images decoded from samples of class statistics to every client, "
-        "[no single image](docs/results/dffke-levels.md); weights and statistics to the server",
-        "decoder and translated embeddings, from which images of private data are decoded, to every "
-        "client; as the default to the server",
-        "weights to the server, their average to every client",
-        "private images: an upper bound, not a method",
-        "private images: an upper bound, not federated",
-    ]
-    return [[*row, text] for row, text in zip(rows, exposed, strict=True)]
 
 
 def encoded_traffic() -> Table:
@@ -471,7 +520,7 @@ def submodels_statistics() -> Table:
 def levels_under_attack() -> Table:
     """Return what attacks on DFFKE achieve at each level of `reveal`, as means over seeds."""
     heading = ["`reveal`", "copies, by pixels", "by features", "best reconstruction: PSNR, found"]
-    heading += ["nearest synthetic image: PSNR, not offered"]
+    heading += ["best match of offered and of other images: PSNR"]
     heading += ["membership AUC: loss", "RMIA", "nearest embedding", "class frequencies"]
     table = [heading]
     file = stored("dffke-levels-attacks.json")
@@ -496,10 +545,8 @@ def levels_under_attack() -> Table:
             psnr = fmean(max(values["psnr"] for values in found) for found in inversions)
             rate = fmean(max(values["found"] for values in found) for found in inversions)
             best = f"{psnr:.1f} dB, {rate:.0%}"
-        match = file["nearest synthetic image"].get(level)
-        nearest = (
-            "" if match is None else f"{match['psnr']:.1f}, {match['psnr_not_offered']:.1f} dB"
-        )
+        again = file["seed 0 again"]["levels"].get(level, {})
+        match = f"{again['psnr']:.1f}, {again['psnr_not_offered']:.1f} dB" if again else "-"
         membership = [
             _mean([run.get(f"membership: {attack}", {}) for run in runs], "auc", "{:.2f}")
             for attack in (
@@ -509,19 +556,14 @@ def levels_under_attack() -> Table:
             )
         ]
         distances = [
-            min(
-                (
-                    values["distance"]
-                    for attack, values in run.items()
-                    if attack.startswith("labels") and attack != "labels: all classes alike"
-                ),
-                default=None,
-            )
+            values["distance"]
             for run in runs
+            for attack, values in run.items()
+            if attack.startswith("labels") and attack != "labels: all classes alike"
         ]
-        known = [distance for distance in distances if distance is not None]
-        frequencies = f"{fmean(known):.2f}" if known else ""
-        table.append([level, *copies, best, nearest, *membership, frequencies])
+        distances += [again["distance"]] if again else []
+        frequencies = f"{min(distances):.2f}" if distances else "-"
+        table.append([level, *copies, best, match, *membership, frequencies])
     (by_chance,) = chance
     table.append(["by chance, or a guess", f"{by_chance}%", f"{by_chance}%", *_guess(file)])
     return table
@@ -533,13 +575,13 @@ def _guess(file: dict[str, Any]) -> list[str]:
     psnr = fmean(max(run[guess]["psnr"] for guess in GUESSES) for run in runs)
     rate = fmean(max(run[guess]["found"] for guess in GUESSES) for run in runs)
     distance = _mean([run["labels: all classes alike"] for run in runs], "distance", "{:.2f}")
-    return [f"{psnr:.1f} dB, {rate:.0%}", "", "0.50", "0.50", "0.50", distance]
+    return [f"{psnr:.1f} dB, {rate:.0%}", "-", "0.50", "0.50", "0.50", distance]
 
 
 def _mean(runs: Sequence[dict[str, float]], key: str, pattern: str) -> str:
-    """Return the mean of a value over runs, or nothing if no run has it."""
+    """Return the mean of a value over runs, or "-" if no run has it."""
     known = [values[key] for values in runs if key in values]
-    return pattern.format(fmean(known)) if known else ""
+    return pattern.format(fmean(known)) if known else "-"
 
 
 def epsilon() -> Table:
@@ -756,6 +798,7 @@ def execution() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     "overview": overview,
     "dffke-wire-bytes": encoded_traffic,
+    "dffke-levels-traffic": traffic_by_level,
     "privacy-attacks-digits": lambda: attacks("digits"),
     "privacy-attacks-fashion": lambda: attacks("fashion-2k"),
     "privacy-attacks-short": attacks_in_short,

@@ -19,7 +19,6 @@ NOT_MEASURED = {
     ("benchmarks/README.md", "| suite | compares |"): "rough durations, to plan with",
     ("docs/background/dffke.md", "| field | what it changes |"): "values of settings",
     ("docs/background/dfrd.md", "| | paper | default |"): "values of settings",
-    ("docs/results/dffke-levels.md", "| `reveal` | up"): "sizes of runs that were not stored",
     ("docs/time.md", "| preset | up, down"): "values of settings",
     ("docs/wire.md", "| encoding | bytes per value |"): "follows from the encodings' definitions",
 }
