@@ -290,7 +290,7 @@ def test_bad_answers_are_failures_of_their_site(deploy: Callable[..., Deployment
     failures = [r.failures for r in d.finish()]
     for found, said in zip(
         failures,
-        ["NaN", "the coffee is out", "the client's is", "is a list", "no answer in time"],
+        ["NaN", "in the site's log", "the client's is", "is a list", "no answer in time"],
         strict=False,
     ):
         line, *others = found
