@@ -215,7 +215,12 @@ def rounds(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for clients in args.sites:
         config = Config(
-            algorithm=Timed(epochs=5), clients=clients, models="small-cnn", rounds=4, device="cpu"
+            algorithm=Timed(epochs=5),
+            clients=clients,
+            models="small-cnn",
+            rounds=4,
+            device="cpu",
+            wire=WireSettings(profile="exact"),  # the same work on both engines
         )
         row = {}
         with peaks():

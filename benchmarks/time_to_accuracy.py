@@ -81,6 +81,7 @@ def measure(method: str, preset: str, seed: int, folder: Path) -> list[dict[str,
     import torch
 
     from barter import Experiment
+    from barter.core.wire_settings import WireSettings
     from barter.data.partition import Dirichlet
     from barter.data.task import Data
     from barter.engines.network import Network
@@ -101,6 +102,7 @@ def measure(method: str, preset: str, seed: int, folder: Path) -> list[dict[str,
         threads=1,
         min_clients=2,
         network=Network.preset(preset),
+        wire=WireSettings(profile="exact"),  # as in the stored results
     )
     lines = []
     hours = 0.0

@@ -476,6 +476,10 @@ def test_sections_without_content_have_no_heading(tmp_path: Path) -> None:
     assert "Memory: the run was on a CPU" in end
     assert "Images: " in end
     assert "made no images" in end
+    assert "Wire: exact." in content
+    elsewhere = begun(tmp_path / "flower", 2, 2, "engine=flower")
+    said = "Wire: lean (default on Flower; wire.profile=exact sends exact values)."
+    assert said in report(go_on(elsewhere, *rounds))
 
 
 def luminance(colour: str) -> float:

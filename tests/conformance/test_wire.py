@@ -125,3 +125,11 @@ def test_a_command_shows_the_encoding_of_every_field(capsys: pytest.CaptureFixtu
     assert any(line.startswith("up learn.vectors embeddings int4 ") for line in shown)
     assert any(line.startswith("up learn.classes exact exact ") for line in shown)
     assert "down receive.prototypes.vectors embeddings int4" in shown
+    assert not any("auto" in line for line in shown)
+    for settings, profile, encoding in ([], "exact", "exact"), (["engine=flower"], "lean", "int8"):
+        print_wire(None, "fedproto", settings)
+        said = " ".join(capsys.readouterr().out.split())
+        assert said.startswith(
+            f"FedProto, profile {profile} It is chosen by the default, auto: lean"
+        )
+        assert f"down receive.prototypes.vectors embeddings {encoding}" in said

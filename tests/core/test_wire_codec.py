@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from torch import nn
 
@@ -23,6 +26,7 @@ from barter.core.wire_codec import (
 from barter.core.wire_settings import WireSettings, list_fields
 from barter.setup.config import (
     first_difference,
+    read_run_values,
     resolve,
     to_plain,
     with_defaults,
@@ -92,10 +96,57 @@ def test_the_table_of_a_configuration_is_read_and_written() -> None:
     config = resolve(with_settings(tree, ["wire.profile=lean"]))
     assert config.wire == WireSettings(profile="lean", fields={"learn.embeddings": "int4"})
     assert resolve(to_plain(config)).wire == config.wire
-    assert resolve({}).wire.is_exact
     now = to_plain(resolve({}))
     older = {key: value for key, value in now.items() if key != "wire"}
     assert first_difference(now, with_defaults(older), ()) is None, "an older run can be resumed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "profile"),
+    [
+        ([], "exact"),
+        (["wire.profile=lean"], "lean"),
+        (["engine=flower"], "lean"),
+        (["engine=flower", "wire.profile=auto"], "lean"),
+        (["engine=flower", "wire.profile=exact"], "exact"),
+        (["engine=flower", "wire.profile=small"], "small"),
+        (["network.up_mbps=8"], "lean"),
+        (["network.up_mbps=8", "wire.profile=exact"], "exact"),
+    ],
+)
+def test_the_default_is_lean_where_payloads_cross_a_network(
+    settings: list[str], profile: str
+) -> None:
+    tree = {"algorithm": {"name": "dffke"}, "wire": {"fields": {"logits": "int4"}}}
+    config = resolve(with_settings(tree, settings))
+    assert str(config.wire) == f"{profile} (logits: int4)"
+    assert to_plain(config)["wire"]["profile"] == profile, "a run's folder never says auto"
+    assert replace(config, engine="local").wire == config.wire, "a configuration keeps its encoding"
+    images: Any = {"exact": "exact", "lean": "webp-6bit", "small": "webp-75"}
+    assert config.wire.encoding_of("teach.delivery.entries.codes", "images") == images[profile]
+    assert config.wire.encoding_of("teach.logits", "logits") == "int4", "whatever the profile"
+
+
+@pytest.mark.parametrize("engine", ["local", "flower"])
+def test_saved_configurations_without_a_profile_stay_exact(engine: str, tmp_path: Path) -> None:
+    tree = to_plain(resolve({"engine": engine}))
+    del tree["wire"]
+    for name in ("config.toml", "run.toml"):
+        (tmp_path / name).write_text(tomli_w.dumps(tree))
+        assert resolve(read_run_values(tmp_path, name)).wire.is_exact
+    assert with_defaults(tree)["wire"] == to_plain(resolve({}))["wire"]
+    fields = {**tree, "wire": {"fields": {"weights": "int8"}}}
+    assert with_defaults(fields)["wire"]["profile"] == "exact"
+
+
+def test_auto_is_not_used_before_a_configuration_has_settled_it() -> None:
+    for use in (
+        lambda: WireSettings().is_exact,
+        lambda: WireSettings().deflates,
+        lambda: WireSettings().encoding_of("learn.weights", "weights"),
+    ):
+        with pytest.raises(ConfigError, match="'auto' depends on the run"):
+            use()
 
 
 def test_weights_keep_what_is_no_matrix() -> None:

@@ -16,6 +16,7 @@ from barter.compute.flops import add_flops, count_flops, set_aside
 from barter.compute.fused import by_blocks
 from barter.core.errors import ClientError, ConfigError
 from barter.core.record import Round
+from barter.core.wire_settings import WireSettings
 from barter.engines import local
 from barter.engines.local import LocalEngine
 from barter.engines.network import Network
@@ -23,6 +24,7 @@ from barter.runs.tables import closing_table
 from barter.setup.config import resolve, to_plain, with_defaults, with_settings
 from tests.conftest import perceptrons, same, state, tiny
 
+EXACT = WireSettings(profile="exact")
 # A million bytes per second up, two million down; a million operations per second.
 TOY: dict[str, Any] = {
     "up_mbps": 8.0,
@@ -148,17 +150,19 @@ def test_dropouts_follow_the_seed_and_leave_enough_clients() -> None:
     assert max(len({line.split()[1] for line in lines}) for lines in lost(0, 0.9, 3)) == 1
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedproto"])
+@pytest.mark.parametrize(("name", "wire"), [("fedavg", None), ("fedproto", EXACT)])
 def test_without_losses_results_are_those_without_a_network(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, wire: WireSettings | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = perceptrons(tiny(name))
+    """With the same encoding, which is lean over a network unless the run says otherwise."""
+    plain = perceptrons(tiny(name), wire=wire or WireSettings(profile="lean"))
     plain.step()
-    simulated = perceptrons(tiny(name), network=Network.preset("hospital"))
+    simulated = perceptrons(tiny(name), wire=wire, network=Network.preset("hospital"))
     here = simulated.step()
+    assert here.wire == ("lean" if wire is None else "exact")
     assert same(state(simulated), state(plain))
     monkeypatch.setattr(local, "FORK_SECONDS", 0)
-    forked = perceptrons(tiny(name), network=Network.preset("hospital"))
+    forked = perceptrons(tiny(name), wire=wire, network=Network.preset("hospital"))
     forked.engine.cores = 2  # type: ignore[attr-defined]
     assert forked.step().simulated == here.simulated, "times do not depend on where clients run"
 

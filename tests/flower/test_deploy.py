@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 pytest.importorskip("flwr")
 
@@ -24,10 +25,11 @@ from flwr.app import Context, RecordDict
 from rich.console import Console
 
 from barter.cli.app import main
+from barter.core.files import create_folder
 from barter.flower import deploy, loopback
 from barter.flower.supervise import FLOWER, load_setup
 from barter.runs.progress import Watcher
-from barter.setup.config import read_toml, resolve
+from barter.setup.config import describe_wire, read_toml, resolve
 from tests.flower.grid import LoopbackGrid
 from tests.forked import forked, status
 
@@ -69,6 +71,60 @@ def test_init_writes_all_that_a_deployment_needs(
     readme = (folder / "README.md").read_text()
     assert "$" not in readme
     assert f"barter flower start {folder}" in readme
+
+
+@pytest.mark.parametrize(
+    ("older", "said"),
+    [
+        (False, "wire lean (default on Flower; wire.profile=exact sends exact values)"),
+        (True, "wire exact"),
+    ],
+)
+def test_a_deployment_of_an_older_version_keeps_sending_exact_values(
+    older: bool,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "d"
+    with create_folder(folder, 0o700) as new:
+        deploy._write_app(new, folder, resolve({"clients": 2, "engine": "flower"}), "app")
+        (new / "sites").mkdir()
+    if older:
+        tree = read_toml(folder / "run.toml")
+        del tree["wire"]  # Versions without encodings did not write it.
+        (folder / "run.toml").write_text(tomli_w.dumps(tree))
+    monkeypatch.setattr(loopback, "Coordinator", Reached)
+    with pytest.raises(Reached):
+        main(["flower", "start", str(folder)])
+    header = " ".join(capsys.readouterr().out.split())
+    assert header == f"DFFKE at 2 sites, 5 rounds, {said}"
+    started = []
+    monkeypatch.setattr(deploy, "conduct", lambda grid, config, *_: started.append(config))
+    monkeypatch.setattr(deploy, "_end_with", lambda parent: None)
+    context = Context(1, 1, {}, RecordDict(), {"folder": str(folder), "out": str(tmp_path / "run")})
+    deploy.main(LoopbackGrid([], monkeypatch), context)
+    assert [describe_wire(config) for config in started] == [said.removeprefix("wire ")]
+
+
+@pytest.mark.parametrize("profile", ["auto", "exact"])
+def test_a_run_on_flower_says_how_it_encodes(
+    profile: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(loopback, "create_deployment", lambda folder, *_: folder.mkdir())
+    monkeypatch.setattr(loopback, "Coordinator", Reached)
+    out = tmp_path / "run"
+    command = ["run", "--engine", "flower", "--device", "cpu", "--set", f"wire.profile={profile}"]
+    with pytest.raises(Reached):
+        main([*command, "--algorithm", "fedavg", "--set", "clients=2", "--out", str(out)])
+    chosen = read_toml(out / "config.toml")["wire"]["profile"]
+    assert chosen == ("lean" if profile == "auto" else "exact")
+    said = f", wire {chosen} (default on Flower; " if profile == "auto" else ", wire exact; folder"
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_coordinator_may_have_an_address_of_version_6(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 
 pytest.importorskip("flwr")
@@ -16,9 +18,10 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 from flwr.proto.node_pb2 import NodeInfo
 
-from barter.core.errors import BarterError, ClientError, ConfigError
+from barter.core.errors import BarterError, CheckpointError, ClientError, ConfigError
 from barter.core.payload import isolate, leaves, nbytes
 from barter.core.wire_settings import WireSettings
+from barter.data.task import Data
 from barter.experiment import Experiment
 from barter.flower import deploy, engine
 from barter.flower.client_app import pack_blobs
@@ -27,8 +30,9 @@ from barter.flower.deploy import conduct
 from barter.flower.frames import Frame
 from barter.privacy.side_information import PROGRESS
 from barter.runs.journal import Journal
-from barter.setup.config import Config
-from tests.conftest import same, tiny
+from barter.setup.config import Config, to_plain
+from barter.setup.trust import read_run
+from tests.conftest import digits_file, federation, same, tiny
 from tests.flower.grid import Code, LoopbackGrid, Silent, site
 
 Run = Callable[..., Experiment]
@@ -613,6 +617,31 @@ def test_interrupted_twice_in_one_round(
     )
     conduct(straight, config, tmp_path / "straight", Journal(tmp_path / "journal"))
     assert same(memories(grid), memories(straight))
+
+
+def test_a_run_that_began_before_lean_was_the_default_stays_exact(
+    grid: LoopbackGrid, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder, its checkpoint and the sites hold what versions without encodings wrote."""
+    data = Data(source=digits_file(tmp_path))
+
+    def older_toml(config: Config) -> str:
+        return tomli_w.dumps({k: value for k, value in to_plain(config).items() if k != "wire"})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(deploy, "to_toml", older_toml)
+        patch.setattr("barter.experiment.to_toml", older_toml)
+        run(1, data=data, engine="flower", wire=WireSettings(profile="exact"))
+    with pytest.raises(CheckpointError, match=r"another configuration: wire\.profile differs"):
+        run(2, data=data, engine="flower")
+    config = replace(read_run(tmp_path / "run"), rounds=2)
+    resumed = conduct(grid, config, tmp_path / "run", Journal(tmp_path / "journal"))
+    assert resumed.folder is not None
+    assert [record.wire for record in resumed.folder.records()] == ["exact", "exact"]
+    local = federation(tiny("fedavg"), data=data, wire=WireSettings(profile="exact"))
+    traffic = [record.bytes for record in local.rounds(2)]
+    assert [record.bytes for record in resumed.folder.records()] == traffic
+    assert same(dict(leaves(resumed.server.memory())), dict(leaves(local.server.memory())))
 
 
 def test_what_the_server_took_back_does_not_come_again(

@@ -53,7 +53,8 @@ def print_wire(config: Path | None, algorithm: str | None, settings: SettingText
     Raises:
         ConfigError: The file cannot be read, or a value is malformed, unknown or out of range.
     """
-    resolved = resolve(requested_values(config, algorithm, settings))
+    tree = requested_values(config, algorithm, settings)
+    resolved = resolve(tree)
     # Here, because it loads torchvision, which the other descriptions do not need.
     from barter.setup.assembly import assemble
 
@@ -84,7 +85,13 @@ def print_wire(config: Path | None, algorithm: str | None, settings: SettingText
             encoded = format_bytes(limit * per_value / row.itemsize)
         table.add_row(row.direction, row.path, row.kind, encoding, exact, encoded)
     console = make_console(wide=True)
-    console.print(f"{type(resolved.algorithm).__name__}, profile {resolved.wire}\n")
+    console.print(f"{type(resolved.algorithm).__name__}, profile {resolved.wire}")
+    if tree.get("wire", {}).get("profile", "auto") == "auto":
+        console.print(
+            "It is chosen by the default, auto: lean on Flower (engine=flower) and over a simulated "
+            "[network], exact in one process."
+        )
+    console.print()
     console.print(table)
     console.print(
         f"\nBytes are those of one answer of client {client}, at most, where shapes are known before "

@@ -55,7 +55,13 @@ from barter.runs.folder import (
 from barter.runs.progress import ManyRuns, Watcher, pluralise
 from barter.runs.summary import summary_cells
 from barter.runs.tables import closing_table
-from barter.setup.config import Config, read_toml, resolve, with_settings
+from barter.setup.config import (
+    Config,
+    describe_wire,
+    read_run_values,
+    resolve,
+    with_settings,
+)
 from barter.setup.hardware import resolve_devices
 from barter.setup.participants import architecture_names, require_apart
 from barter.setup.trust import DEPLOYMENT, read_run, require_consent
@@ -360,8 +366,13 @@ def _thread_count(threads: int | None) -> str:
 
 
 def _wire_profile(config: Config) -> str:
-    """Describe how payloads are encoded, for the run's header; empty if they are exact."""
-    return "" if config.wire.is_exact else f", wire {config.wire}"
+    """Describe how payloads are encoded, for the run's header.
+
+    Empty if they are exact and stay in this process.
+    """
+    if config.wire.is_exact and config.engine == "local":
+        return ""
+    return f", wire {describe_wire(config)}"
 
 
 def _close(
@@ -476,8 +487,12 @@ def start_deployment(folder: Path, host: str, *, insecure: bool) -> None:
     Raises:
         Interrupted: The user pressed Ctrl-C; the same command continues.
     """
-    config = resolve(read_toml(folder / "run.toml"))
+    config = resolve(read_run_values(folder, "run.toml"))
     watcher = Watcher(make_console(), config.rounds)
+    watcher.console.print(
+        f"{type(config.algorithm).__name__} at {pluralise(config.clients, 'site')}, "
+        f"{pluralise(config.rounds, 'round')}{_wire_profile(config)}"
+    )
     try:
         import_optional("flower.loopback").coordinate(folder, host, watcher, insecure=insecure)
     except KeyboardInterrupt:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
@@ -44,6 +44,7 @@ from barter.core.schema import (
 
 __all__ = [
     "PROFILES",
+    "ProfileChoice",
     "ProfileName",
     "WireField",
     "WireSettings",
@@ -53,6 +54,7 @@ __all__ = [
 ]
 
 ProfileName: TypeAlias = Literal["exact", "lean", "small"]
+ProfileChoice: TypeAlias = Literal["auto", "exact", "lean", "small"]
 # Profile -> kind of field -> encoding; kinds that are not named are exact.
 PROFILES: Final[Mapping[ProfileName, Mapping[ContentKind, EncodingName]]] = {
     "exact": {},
@@ -81,8 +83,8 @@ class WireSettings:
     """The table [wire] of a configuration: encodings of payloads between server and clients."""
 
     # encodings of all fields: exact sends values as they are, lean loses hardly anything, small
-    # sends the fewest bytes
-    profile: ProfileName = "exact"
+    # sends the fewest bytes; auto is lean on Flower and over a simulated network, else exact
+    profile: ProfileChoice = "auto"
     # encoding of single fields, by path (learn.embeddings), by name (embeddings) or by kind
     # (weights, images, logits, embeddings, values); the first of these that is given counts
     fields: dict[str, EncodingName] = field(default_factory=dict)
@@ -104,15 +106,40 @@ class WireSettings:
             extras.append(f"{self.rounding} rounding")
         return f"{self.profile} ({', '.join(extras)})" if extras else self.profile
 
+    def settle(self, *, over_network: bool) -> WireSettings:
+        """Replace profile "auto" by the one it stands for; others stay.
+
+        Args:
+            over_network: Whether payloads leave the process, on Flower or in simulation.
+        """
+        if self.profile != "auto":
+            return self
+        return replace(self, profile="lean" if over_network else "exact")
+
+    @property
+    def _settled_profile(self) -> ProfileName:
+        """Return the profile.
+
+        Raises:
+            ConfigError: It is "auto", which only a run's configuration can settle.
+        """
+        if self.profile == "auto":
+            raise ConfigError(
+                "wire.profile='auto' depends on the run: use the settings of its configuration, or "
+                "choose exact, lean or small"
+            )
+        return self.profile
+
     @property
     def deflates(self) -> bool:
         """Return whether encoded floats are compressed by zlib."""
-        return self.profile in DEFLATED_PROFILES if self.deflate is None else self.deflate
+        return self._settled_profile in DEFLATED_PROFILES if self.deflate is None else self.deflate
 
     @property
     def is_exact(self) -> bool:
         """Return whether everything is sent as it is."""
-        return self.profile == "exact" and all(name == "exact" for name in self.fields.values())
+        exact_fields = all(name == "exact" for name in self.fields.values())
+        return self._settled_profile == "exact" and exact_fields
 
     def encoding_of(self, path: str, kind: ContentKind) -> EncodingName:
         """Return the encoding of a field.
@@ -126,7 +153,7 @@ class WireSettings:
         for key in (path, path.rpartition(".")[2], kind):
             if key in self.fields:
                 return self.fields[key]
-        return PROFILES[self.profile].get(kind, "exact")
+        return PROFILES[self._settled_profile].get(kind, "exact")
 
     def require(self, algorithm: Any) -> None:
         """Raise ConfigError if `fields` names a field that the algorithm does not send or encode."""

@@ -41,7 +41,7 @@ from barter.flower.supervise import FLOWER, Child, free_port
 from barter.runs.folder import RunFolder
 from barter.runs.journal import Journal
 from barter.setup.assembly import Federation, make_codec
-from barter.setup.config import Config, read_toml, resolve, to_plain, to_toml
+from barter.setup.config import Config, read_run_values, read_toml, resolve, to_plain, to_toml
 from barter.setup.hardware import with_threads
 from barter.setup.participants import describe_networks
 
@@ -76,7 +76,7 @@ def main(grid: Grid, context: Context) -> None:
     folder = Path(str(context.run_config["folder"]))
     journal = Journal(folder / "journal.jsonl")
     try:
-        config = resolve(read_toml(folder / "run.toml"))
+        config = resolve(read_run_values(folder, "run.toml"))
         poll_faster(config.timeout or HOUR)
         conduct(grid, config, Path(str(context.run_config["out"])), journal, folder / LARGEST_FILE)
     except Exception as error:
@@ -483,7 +483,7 @@ class Coordinator:
         self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.flower_folder)}
         _write_connection(self.folder, self.folder, self.control, insecure=insecure)
         (self.folder / "logs").mkdir(exist_ok=True)
-        answer_bytes = int(1e6 * resolve(read_toml(self.folder / "run.toml")).answer_mb)
+        answer_bytes = int(1e6 * resolve(read_run_values(self.folder, "run.toml")).answer_mb)
         command = [sys.executable, "-m", "barter.flower.gateway"]
         command += ["--sites", str(Address(host, self.port))]
         command += ["--port", str(self.control)]

@@ -14,7 +14,7 @@ from barter.flower.codec import decode, encode
 from barter.flower.consent import Consent
 from barter.flower.handshake import Setup, foreign_networks, make_site
 from barter.flower.site import Site
-from barter.setup.config import read_toml, resolve
+from barter.setup.config import read_run_values, resolve
 
 __all__ = ["app"]
 
@@ -27,7 +27,7 @@ def _site(folder: Path, k: int) -> Site:
 
     If another process has served the site since, its memory is restored from disk.
     """
-    config = resolve(read_toml(folder / "run.toml"))
+    config = resolve(read_run_values(folder, "run.toml"))
     # The user who starts the simulation starts its sites too.
     consent = Consent(models=tuple(foreign_networks(config)))
     setup = Setup(name=f"client-{k}", share=k, device=config.device, consent=consent)

@@ -263,8 +263,8 @@ class Site:
 
     def _make_codec(self, session: Payload) -> WireCodec | None:
         """Return what encodes this site's answers, as the session's configuration says."""
-        table = parse_toml(session["config"]).get("wire", {})
-        settings = build_dataclass(WireSettings, table, "wire.")
+        config = with_defaults(parse_toml(session["config"]))
+        settings = build_dataclass(WireSettings, config["wire"], "wire.")
         if settings.is_exact:
             return None
         return WireCodec(self.engine.algorithm, settings, self.engine.seed)

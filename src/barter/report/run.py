@@ -44,7 +44,7 @@ from barter.runs.picture import ImageRow
 from barter.runs.progress import format_bytes, pluralise
 from barter.runs.summary import cumulative_bytes, cumulative_seconds
 from barter.runs.tables import CLIENT_HEADINGS, accuracy_gain, closing_cells, participants
-from barter.setup.config import Config, to_toml
+from barter.setup.config import Config, describe_wire, to_toml
 from barter.setup.participants import architecture_names, narrowed_name
 from barter.setup.trust import read_run
 
@@ -218,7 +218,7 @@ class RunReport:
             self.split.section("Images by client and class"),
             *([] if live or not self.images else [_gallery(self.run)]),
             *_privacy(self.run),
-            _traffic(rounds),
+            _traffic(rounds, self.config),
             _time(rounds),
             _simulated(rounds),
             _memory(rounds),
@@ -341,7 +341,7 @@ def _privacy(run: Path) -> list[Section]:
     return [Section("Privacy", [parts, *map(text_block, conclusion(statement))])]
 
 
-def _traffic(rounds: Sequence[Round]) -> Section:
+def _traffic(rounds: Sequence[Round], config: Config) -> Section:
     methods = list(dict.fromkeys(method for r in rounds for method in r.bytes))
     sums: dict[str, list[int]] = {"up": [], "down": []}
     for way, totals in sums.items():
@@ -350,7 +350,8 @@ def _traffic(rounds: Sequence[Round]) -> Section:
     if not any(map(any, sums.values())):
         return Section("Traffic", [], "nothing was exchanged.")
     by_round = {way: [r.traffic(way) for r in rounds] for way in ("up", "down")}
-    return Section("Traffic", [_costs("Bytes", "method", rounds, (methods, sums), by_round)])
+    figures = _costs("Bytes", "method", rounds, (methods, sums), by_round)
+    return Section("Traffic", [figures, text_block(f"Wire: {describe_wire(config)}.")])
 
 
 def _costs(

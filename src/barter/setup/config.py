@@ -46,6 +46,7 @@ __all__ = [
     "RunSettings",
     "as_algorithm",
     "configure",
+    "describe_wire",
     "find_algorithm",
     "find_partition",
     "first_difference",
@@ -181,6 +182,8 @@ class Config:
                 "real, and timeout is the deadline"
             )
         object.__setattr__(self, "evaluate", self.evaluate.settle(self.clients))
+        over_network = self.engine == "flower" or self.network.enabled
+        object.__setattr__(self, "wire", self.wire.settle(over_network=over_network))
         self.wire.require(self.algorithm)
         object.__setattr__(self, "privacy", self.privacy.settle(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
@@ -485,28 +488,37 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
-def read_run_values(run: Path) -> dict[str, Any]:
-    """Read the configuration in a run's folder into plain values.
+def read_run_values(run: Path, name: str = "config.toml") -> dict[str, Any]:
+    """Read the configuration that barter wrote to a folder into plain values.
 
     The hold-out rule of the test images (`data.hold_out`), which older versions did not write, is
     the one that they used. Other keys may be missing; `resolve` gives them their defaults.
 
+    Args:
+        run: The run's folder, or a deployment folder.
+        name: The file; "run.toml" in a deployment folder.
+
     Raises:
         ConfigError: The file is missing, cannot be read, or is not TOML.
     """
-    return _with_earlier_rules(read_toml(run / "config.toml"))
+    return _with_earlier_rules(read_toml(run / name))
 
 
 def _with_earlier_rules(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the hold-out rule to a run of a version that did not record it.
+    """Add the rules by which older versions worked and which they did not record.
 
-    Such versions held out every fifth image of each class (hold_out="class"). Sources with a name,
-    whose test images are fixed, and data of sites get no rule. A recorded rule stays.
+    They sent payloads as they are (wire.profile="exact"), on both engines. They held out every
+    fifth image of each class (hold_out="class"); sources with a name, whose test images are fixed,
+    and data of sites get no such rule. Recorded rules stay.
     """
+    rules = dict(tree)
+    wire = tree.get("wire", {})
+    if isinstance(wire, Mapping):
+        rules["wire"] = {"profile": "exact", **wire}
     data = tree.get("data", {})
-    if not isinstance(data, Mapping) or data.get("source", "digits") in {*SOURCES, SITES}:
-        return dict(tree)
-    return {**tree, "data": {"hold_out": "class", **data}}
+    if isinstance(data, Mapping) and data.get("source", "digits") not in {*SOURCES, SITES}:
+        rules["data"] = {"hold_out": "class", **data}
+    return rules
 
 
 def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
@@ -669,6 +681,21 @@ def _as_toml(value: Any) -> Any:
 def to_toml(config: Config) -> str:
     """Return the whole configuration as TOML; a run from it is the same run."""
     return tomli_w.dumps(to_plain(config))
+
+
+def describe_wire(config: Config) -> str:
+    """Describe how payloads are encoded, for headers and reports.
+
+    Where profile lean is what "auto" means, the text says so and names the way back.
+    """
+    text = str(config.wire)
+    if config.wire != WireSettings(profile="lean"):
+        return text
+    if config.engine == "flower":
+        return f"{text} (default on Flower; wire.profile=exact sends exact values)"
+    if config.network.enabled:
+        return f"{text} (default over [network]; wire.profile=exact sends exact values)"
+    return text
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
