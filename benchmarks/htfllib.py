@@ -34,7 +34,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,9 @@ HERE = Path(__file__).parent
 LIBRARIES = ("htfllib", "barter")
 CHUNK = 1000  # images that are prepared at a time
 GIVEN = "given"  # HtFLlib's name of the data set and of the family of networks that it is given
-SHARED = "HTFLLIB_SHARED_NETWORK"  # the variable that names the file of the shared network
+SHARED = "HTFLLIB_SHARED_NETWORK"  # the variable with the expression that builds the shared network
 EVALUATION_LINE = "Seconds of evaluation:"  # printed by one of the patches
-PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn")
+PACKAGES = ("torch", "torchvision", "numpy", "sklearn", "barter")
 
 
 # --- HtFLlib's code ---------------------------------------------------------------------------------
@@ -102,17 +102,10 @@ PATCHES = (
     Patch("main.py", "reporter = MemReporter()", "", "the report of memory, as above"),
     Patch(
         "main.py",
-        "reporter.report()",
-        "",
-        "the report of memory, as above",
-    ),
-    Patch(
-        "main.py",
         "from utils.result_utils",
         "# from utils.result_utils",
         "the summary at the end of a run needs the package `h5py`",
     ),
-    Patch("main.py", "average_data(dataset", "dict(dataset", "the summary, as above"),
     Patch(
         "flcore/servers/serverbase.py",
         "import h5py",
@@ -120,26 +113,14 @@ PATCHES = (
         "results are read from the log; HtFLlib's file of results needs the package `h5py`",
     ),
     Patch(
-        "flcore/servers/serverbase.py",
-        "if (len(self.rs_test_acc)):",
-        "if False:",
-        "the file of results, as above",
-    ),
-    Patch(
         "main.py",
         'if args.model_family == "HtFE-img-2":',
         f'if args.model_family == "{GIVEN}":\n'
         '            args.models = ["by -mfn"]\n'
-        f"            args.global_model = \"torch.load(os.environ['{SHARED}'])\"\n"
+        f'            args.global_model = os.environ["{SHARED}"]\n'
         '        elif args.model_family == "HtFE-img-2":',
         "HtFLlib has no HtFE-1 and no HtFE-10: clients' networks are read from files by its option "
         "-mfn, and the shared network of FML and FedKD is given here",
-    ),
-    Patch(
-        "flcore/trainmodel/models.py",
-        "import math\n",
-        "import math\nimport os\n",
-        "the expression of the shared network is evaluated here and names its file by a variable",
     ),
     Patch(
         "flcore/servers/serverbase.py",
@@ -150,6 +131,7 @@ PATCHES = (
         "HtFLlib's time of a round contains the evaluation before it; it is subtracted",
     ),
 )
+# Runs are ended before HtFLlib writes its file of results and its reports, so these stay as they are.
 # torch 2.6 and later load only tensors by default; HtFLlib saves and loads whole modules.
 LOAD_MODULES = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 
@@ -259,6 +241,7 @@ class Method:
     fields: Mapping[str, object] = field(default_factory=dict)  # of barter's algorithm
     # The metric of barter that HtFLlib's accuracy is: by the shared head, by prototypes, or the own.
     metric: str = "local"
+    cost: float = 1.0  # a round beside one of local training, roughly, to estimate durations
 
 
 def methods(settings: Settings) -> dict[str, Method]:
@@ -280,6 +263,7 @@ def methods(settings: Settings) -> dict[str, Method]:
             "FML",
             options={"-al": 0.5, "-bt": 0.5},
             fields={**train, "shared": settings.shared, "momentum": 0.0, "alpha": 0.5, "beta": 0.5},
+            cost=1.5,
         ),
         "fedkd": Method(
             "FedKD",
@@ -291,8 +275,11 @@ def methods(settings: Settings) -> dict[str, Method]:
                 "energy_end": 0.98,
                 "energy_rounds": settings.rounds,
             },
+            cost=2.5,
         ),
-        "fedproto": Method("FedProto", options={"-lam": 1.0}, fields={**one_width, "lam": 1.0}),
+        "fedproto": Method(
+            "FedProto", options={"-lam": 1.0}, fields={**one_width, "lam": 1.0}, cost=2.0
+        ),
         "fedtgp": Method(
             "FedTGP",
             options={"-lam": 1.0, "-se": 100, "-mart": 100.0},
@@ -303,6 +290,7 @@ def methods(settings: Settings) -> dict[str, Method]:
                 "server_lr": settings.lr,
                 "tau": 100.0,
             },
+            cost=2.5,
         ),
     }
 
@@ -408,16 +396,16 @@ def write_htfllib_networks(settings: Settings, spec: Spec, folder: Path) -> None
     torch.save(whole, folder / "shared.pt")
 
 
-def compare_networks(settings: Settings, spec: Spec, folder: Path) -> list[dict[str, Any]]:
+def compare_networks(settings: Settings, spec: Spec, folder: Path) -> dict[str, list[int]]:
     """Compare the networks that the two libraries train, layer by layer.
 
     Returns:
-        For each architecture its numbers of layers and parameters.
+        The number of parameters of each layer, by architecture.
 
     Raises:
         HtfllibError: A parameter differs in shape, or logits differ for the same images.
     """
-    rows = []
+    found = {}
     architectures = zoo.client_architectures(settings.models, settings.clients)
     for name, network in client_networks(settings, spec).items():
         file = folder / f"Client_{architectures.index(name)}_model.pt"
@@ -432,8 +420,46 @@ def compare_networks(settings: Settings, spec: Spec, folder: Path) -> list[dict[
             distance = (network.eval()(images) - theirs.eval()(images)).abs().max().item()
         if not distance < 1e-4:
             raise HtfllibError(f"{name}: logits of the two libraries differ by {distance}")
-        rows.append({"network": name, "layers": len(ours_counts), "parameters": sum(ours_counts)})
-    return rows
+        found[name] = ours_counts
+    return found
+
+
+# Counts the parameters of networks of torchvision as HtFLlib splits them, from expressions.
+COUNT_OWN = """
+import json, sys
+from types import SimpleNamespace
+from flcore.trainmodel.models import BaseHeadSplit
+order = json.loads(sys.argv[1])
+for name, expression in order["expressions"].items():
+    args = SimpleNamespace(models=[expression], **order["sizes"])
+    network = BaseHeadSplit(args, 0)
+    own = [[p.numel() for p in module.parameters(recurse=False)] for module in network.modules()]
+    print("counts", json.dumps([name, [sum(counts) for counts in own if counts]]))
+"""
+
+
+def count_own_split(settings: Settings, classes: int, work: Path) -> dict[str, list[int]]:
+    """Return the layers' parameter counts of torchvision's networks as HtFLlib itself splits them.
+
+    HtFLlib replaces the whole classifier by a pooling and a linear layer; barter replaces the last
+    linear layer only. Networks that torchvision does not build by name are left out.
+    """
+    options = {"googlenet": ", aux_logits=False, init_weights=True"}
+    expressions = {}
+    for name in dict.fromkeys(zoo.client_architectures(settings.models, settings.clients)):
+        function = re.sub(r"[-.]", "_", name)
+        if hasattr(import_module("torchvision.models"), function):
+            arguments = f"num_classes=args.num_classes{options.get(name, '')}"
+            expressions[name] = f"torchvision.models.{function}({arguments})"
+    sizes = {"feature_dim": settings.features, "num_classes": classes}
+    order = json.dumps({"expressions": expressions, "sizes": sizes})
+    command = [sys.executable, "-c", COUNT_OWN, order]
+    counts: dict[str, list[int]] = {}
+    for line in stream_lines(command, work / "system", ENVIRONMENT, None):
+        if line.startswith("counts "):
+            name, layers = json.loads(line[len("counts ") :])
+            counts[name] = layers
+    return counts
 
 
 def layer_counts(network: nn.Module) -> list[int]:
@@ -524,7 +550,7 @@ def run_htfllib(
     environment = {
         **ENVIRONMENT,
         **LOAD_MODULES,
-        SHARED: str(networks / "shared.pt"),
+        SHARED: f"torch.load({str(networks / 'shared.pt')!r})",
         "PYTHONUNBUFFERED": "1",
     }
     log = Log()
@@ -672,7 +698,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "versions": {name: import_module(name).__version__ for name in PACKAGES},
     }
     if device.startswith("cuda"):
         machine["gpu"] = torch.cuda.get_device_name(torch.device(device))
@@ -681,7 +707,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 def run_key(run: Mapping[str, Any]) -> str:
     """Return what identifies a run: library, method, precision, settings and commit."""
-    names = ("library", "method", "precision", "settings", "commit", "data")
+    names = ("library", "method", "precision", "settings", "commit", "images")
     return json.dumps({name: run.get(name) for name in names}, sort_keys=True)
 
 
@@ -703,18 +729,22 @@ def write_runs(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def estimate(planned: Mapping[str, Any], runs: Iterable[Mapping[str, Any]], guess: float) -> float:
-    """Return how long a run may take: as the longest one of this library and these networks.
+    """Return how long a run may take, by the runs of its library with the same networks.
 
-    Runs of another number of rounds count by round. Without any such run it is the guess.
+    Their durations are scaled by the number of rounds and by the methods' costs, never down.
+    Without any such run, the guess is scaled by the method's cost.
     """
     settings = planned["settings"]
+    costs = {name: method.cost for name, method in methods(Settings()).items()}
     known = [
-        run["wall"] * max(1.0, settings["rounds"] / run["settings"]["rounds"])
+        run["wall"]
+        * max(1.0, settings["rounds"] / run["settings"]["rounds"])
+        * max(1.0, costs[planned["method"]] / costs[run["method"]])
         for run in runs
         if run["library"] == planned["library"]
         and all(run["settings"][name] == settings[name] for name in ("models", "size", "device"))
     ]
-    return max(known, default=guess)
+    return max(known, default=guess * costs[planned["method"]])
 
 
 def later_seconds(run: Mapping[str, Any], name: str = "seconds") -> float:
@@ -733,7 +763,7 @@ def make_table(runs: Sequence[Mapping[str, Any]]) -> str:
     for ours in runs:
         if ours["library"] != "barter":
             continue
-        same = ("method", "settings", "commit", "data")
+        same = ("method", "settings", "commit", "images")
         pairs = [
             run
             for run in runs
@@ -791,11 +821,13 @@ def prepare(settings: Settings, checkout: Path, work: Path) -> Prepared:
         task = read_common_split(settings, split)
     shutil.rmtree(work / "networks", ignore_errors=True)
     write_htfllib_networks(settings, task.spec, work / "networks")
-    for row in compare_networks(settings, task.spec, work / "networks"):
-        say(
-            f"{row['network']}: {row['layers']} layers with {row['parameters']:,} parameters, equal "
-            "in both"
-        )
+    trained = compare_networks(settings, task.spec, work / "networks")
+    own = count_own_split(settings, task.spec.classes, work)
+    for name, counts in trained.items():
+        line = f"{name}: {len(counts)} layers with {sum(counts):,} parameters, equal in both"
+        if name in own and own[name] != counts:
+            line += f" ({len(own[name])} with {sum(own[name]):,} as HtFLlib would split it)"
+        say(line)
     sets = [images.fingerprint() for images in (*task.train, *task.local_tests)]
     digest = hashlib.sha256(" ".join(sets).encode()).hexdigest()[:16]
     return Prepared(work, task.spec.classes, digest)
@@ -896,7 +928,7 @@ def measure(args: argparse.Namespace, folder: Path, begin: float) -> bool:
                 "settings": {**settings.__dict__, "data": Path(settings.data).name},
                 "commit": commit,
                 "code": code,
-                "data": prepared.fingerprint,
+                "images": prepared.fingerprint,
                 "machine": machine,
             }
             label = f"{models}, {name}, {library}, {precision}"
