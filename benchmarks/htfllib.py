@@ -7,7 +7,7 @@ client, and are tested on the same images. Every pair of a method and a library 
 own, and libraries alternate. HtFLlib runs by its own main.py, from a patched copy of the checkout:
 `PATCHES` has every change with its reason. Results are written after each run; a repeated command
 skips the runs that the file has. What is measured, and what stays unequal, is in
-docs/results/speed.md.
+docs/results/htfllib.md.
 """
 
 # ruff: noqa: E402
@@ -44,6 +44,7 @@ from torch import nn
 
 from barter import ALGORITHMS, Experiment
 from barter.core import seeds
+from barter.core.errors import BarterError
 from barter.core.images import Images, Spec
 from barter.core.metrics import Evaluation
 from barter.core.model import SplitClassifier
@@ -895,6 +896,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, folder: Path, begin: float) -> bool:
     """Make all runs that the file of results lacks; return whether none was left out."""
+    if folder.exists() and any(folder.iterdir()):
+        raise HtfllibError(f"--work {folder}: give a new or empty folder")
     runs = read_runs(args.out)
     commit = find_commit(args.htfllib, args.commit)
     code = hash_code(args.htfllib)
@@ -983,7 +986,7 @@ def main() -> None:
                 if folder is None:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 complete = measure(args, folder, begin)
-        except (HtfllibError, ValueError) as error:
+        except (HtfllibError, BarterError, ValueError) as error:
             sys.exit(str(error))
     say(make_table(read_runs(args.out)))
     if not complete:
