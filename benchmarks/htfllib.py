@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import os
 
-# Before barter is imported, which sets how OpenMP's threads wait: HtFLlib gets the caller's environment.
+# Before barter is imported, which sets how OpenMP's threads wait: HtFLlib gets the caller's
+# environment. It runs in another folder, so paths of modules are made absolute.
 ENVIRONMENT = dict(os.environ)
+if ENVIRONMENT.get("PYTHONPATH"):
+    MODULE_PATHS = ENVIRONMENT["PYTHONPATH"].split(os.pathsep)
+    ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, MODULE_PATHS))
 
 import argparse
 import contextlib
@@ -32,7 +36,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -54,6 +58,7 @@ from barter.data.splits import write_split
 from barter.data.task import Data, Task, make_task
 from barter.models import zoo
 from barter.models.pooled import pool_features
+from barter.ops import fit
 from barter.setup.participants import initial_network
 
 HERE = Path(__file__).parent
@@ -231,6 +236,7 @@ class Settings:
     test_images: int = 200  # at most as many test images per client
     train_images: int | None = None  # at most as many training images per client
     device: str = "cuda"
+    in_order: bool = False  # whether barter takes HtFLlib's batches
 
 
 @dataclass(frozen=True)
@@ -373,7 +379,7 @@ def as_htfllib_network(network: SplitClassifier) -> nn.Module:
     """Return a network of torch's own modules with the parts that HtFLlib uses, `base` and `head`."""
     body, head = network.body, network.head
     if isinstance(body, nn.Sequential) and type(body[-1]).__name__ == "Pool":
-        body = nn.Sequential(*body[:-1], nn.AdaptiveAvgPool1d(head.in_features))
+        body = nn.Sequential(*list(body)[:-1], nn.AdaptiveAvgPool1d(head.in_features))
     return nn.Sequential(OrderedDict(base=body, head=head))
 
 
@@ -557,12 +563,14 @@ def run_htfllib(
     log = Log()
     command = htfllib_command(settings, method, classes, networks)
     lines = stream_lines(command, work / "system", environment, limit)
-    with contextlib.closing(lines):
+    try:
         for line in lines:
             log.read(line)
             if log.is_complete(settings.rounds):
                 break
-    shutil.rmtree(work / "system" / "temp", ignore_errors=True)
+    finally:
+        lines.close()
+        shutil.rmtree(work / "system" / "temp", ignore_errors=True)
     if not log.is_complete(settings.rounds):
         raise HtfllibError(f"HtFLlib ended after {len(log.rounds())} rounds")
     return log.rounds()
@@ -570,7 +578,7 @@ def run_htfllib(
 
 def stream_lines(
     command: Sequence[str], folder: Path, environment: Mapping[str, str], limit: float | None
-) -> Iterator[str]:
+) -> Generator[str]:
     """Start a command and yield its lines; closing the iterator ends the process.
 
     Raises:
@@ -645,14 +653,15 @@ def barter_rounds(
     method = methods(settings)[name]
     spec = read_common_split(settings, work / "split").spec
     networks = client_networks(settings, spec)
-    architectures = zoo.client_architectures(settings.models, settings.clients)
+    if settings.in_order:
+        fit.index_batches = batches_in_order
     with tempfile.TemporaryDirectory(dir=work) as folder:
         experiment = Experiment(
             ALGORITHMS[name](**method.fields),
             data=split_source(settings, work / "split"),
             partition=Domains(),
             clients=settings.clients,
-            models=[networks[architecture] for architecture in architectures],
+            models=[networks[name] for name in shortest_family(settings)],
             out=Path(folder) / "run",
             seed=settings.seed,
             rounds=settings.rounds,
@@ -665,6 +674,24 @@ def barter_rounds(
             record = experiment.step()
             wall = time.perf_counter() - start
             yield round_of_record(record, wall, method.metric)
+
+
+def shortest_family(settings: Settings) -> list[str]:
+    """Return the architectures that clients have in turn, each once if that is possible.
+
+    To barter, every network that it is given is an architecture of its own, with its own graphs.
+    """
+    architectures = zoo.client_architectures(settings.models, settings.clients)
+    once = list(dict.fromkeys(architectures))
+    in_turn = [once[k % len(once)] for k in range(settings.clients)]
+    return once if in_turn == architectures else architectures
+
+
+def batches_in_order(n: int, size: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield batches of indices as HtFLlib takes them: not shuffled, without a short last one."""
+    while True:
+        for start in range(0, n - size + 1, size):
+            yield torch.arange(start, start + size, device=device)
 
 
 def round_of_record(record: Round, wall: float, metric: str) -> dict[str, Any]:
@@ -751,7 +778,7 @@ def estimate(planned: Mapping[str, Any], runs: Iterable[Mapping[str, Any]], gues
 def later_seconds(run: Mapping[str, Any], name: str = "seconds") -> float:
     """Return the median seconds of the rounds after the first, or of the only one."""
     rounds = run["rounds"][1:] or run["rounds"]
-    return statistics.median(entry[name] for entry in rounds)
+    return float(statistics.median(entry[name] for entry in rounds))
 
 
 def make_table(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -881,6 +908,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shared", default="cnn", help="the shared network of FML and FedKD")
     parser.add_argument("--test-images", type=int, default=200, help="per client, at most")
     parser.add_argument("--train-images", type=int, help="per client, at most; default: all")
+    parser.add_argument(
+        "--in-order", action="store_true", help="barter takes HtFLlib's batches, to check equality"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="begin no run that would end later")
     parser.add_argument("--guess", type=float, default=120.0, help="seconds of a run, if unknown")
@@ -920,6 +950,7 @@ def measure(args: argparse.Namespace, folder: Path, begin: float) -> bool:
             test_images=args.test_images,
             train_images=args.train_images,
             device=args.device,
+            in_order=args.in_order,
         )
         prepared = prepare(settings, args.htfllib, folder)
         for name, library, precision in plan(settings, args.only, args.precision):
@@ -985,7 +1016,7 @@ def main() -> None:
                 folder = args.work
                 if folder is None:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                complete = measure(args, folder, begin)
+                complete = measure(args, folder.resolve(), begin)
         except (HtfllibError, BarterError, ValueError) as error:
             sys.exit(str(error))
     say(make_table(read_runs(args.out)))

@@ -198,6 +198,20 @@ def test_a_run_of_barter(settings: Settings, split: Path) -> None:
     assert second["accuracy"] * 30 == pytest.approx(round(second["accuracy"] * 30))
 
 
+def test_barter_can_take_the_batches_of_htfllib(settings: Settings) -> None:
+    batches = htfllib.batches_in_order(7, 3, torch.device("cpu"))
+    found = [next(batches).tolist() for _ in range(3)]
+    assert found == [[0, 1, 2], [3, 4, 5], [0, 1, 2]], "the seventh image is dropped"
+
+
+def test_clients_of_one_architecture_share_it(settings: Settings) -> None:
+    many = replace(settings, clients=10)
+    assert htfllib.shortest_family(many) == ["small-mlp"]
+    assert len(htfllib.shortest_family(replace(many, models="small-5"))) == 5
+    uneven = htfllib.shortest_family(replace(many, models="resnets-3-3-4"))
+    assert uneven == ["resnet18"] * 3 + ["resnet34"] * 3 + ["resnet50"] * 4
+
+
 def test_a_process_is_ended_when_its_time_is_over(tmp_path: Path) -> None:
     program = "import time; print('begun', flush=True); time.sleep(60)"
     start = time.monotonic()
