@@ -837,16 +837,25 @@ class Prepared:
 def prepare(settings: Settings, checkout: Path, work: Path) -> Prepared:
     """Write the split, HtFLlib's data and networks and its patched copy below `work`.
 
-    Data are not written again if another family's are there.
+    Data and code are not written again if they are there, of an earlier command or of another
+    family of networks.
+
+    Raises:
+        HtfllibError: The folder holds something else.
     """
-    split = work / "split"
-    if not split.exists():
-        write_common_split(settings, split)
+    marker = work / "prepared.json"
+    content = describe_content(settings, checkout)
+    if not marker.exists():
+        if work.exists() and any(work.iterdir()):
+            raise HtfllibError(f"--work {work}: give a new or empty folder")
+        write_common_split(settings, work / "split")
         copy_checkout(checkout, work)
-        task = read_common_split(settings, split)
+        task = read_common_split(settings, work / "split")
         write_htfllib_data(task, work / "dataset" / GIVEN)
-    else:
-        task = read_common_split(settings, split)
+        marker.write_text(content)
+    elif marker.read_text() != content:
+        raise HtfllibError(f"--work {work} has data or code of other settings: give a new folder")
+    task = read_common_split(settings, work / "split")
     shutil.rmtree(work / "networks", ignore_errors=True)
     write_htfllib_networks(settings, task.spec, work / "networks")
     trained = compare_networks(settings, task.spec, work / "networks")
@@ -859,6 +868,16 @@ def prepare(settings: Settings, checkout: Path, work: Path) -> Prepared:
     sets = [images.fingerprint() for images in (*task.train, *task.local_tests)]
     digest = hashlib.sha256(" ".join(sets).encode()).hexdigest()[:16]
     return Prepared(work, task.spec.classes, digest)
+
+
+def describe_content(settings: Settings, checkout: Path) -> str:
+    """Return what a folder's data and code depend on, as JSON."""
+    names = ("data", "size", "clients", "alpha", "seed", "test_images", "train_images")
+    content: dict[str, object] = {name: getattr(settings, name) for name in names}
+    content["bytes"] = Path(settings.data).stat().st_size
+    content["code"] = hash_code(checkout)
+    content["patches"] = [repr(patch) for patch in PATCHES]
+    return json.dumps(content)
 
 
 def plan(
@@ -914,7 +933,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="begin no run that would end later")
     parser.add_argument("--guess", type=float, default=120.0, help="seconds of a run, if unknown")
-    parser.add_argument("--work", type=Path, help="a folder for data; default: temporary")
+    parser.add_argument(
+        "--work", type=Path, help="a folder for data, which a later command uses again"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results" / "htfllib.json")
     parser.add_argument("--table", action="store_true", help="print the file's table, run nothing")
     parser.add_argument("--barter-run", help=argparse.SUPPRESS)
@@ -926,8 +947,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, folder: Path, begin: float) -> bool:
     """Make all runs that the file of results lacks; return whether none was left out."""
-    if folder.exists() and any(folder.iterdir()):
-        raise HtfllibError(f"--work {folder}: give a new or empty folder")
     runs = read_runs(args.out)
     commit = find_commit(args.htfllib, args.commit)
     code = hash_code(args.htfllib)
@@ -1017,7 +1036,7 @@ def main() -> None:
                 if folder is None:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 complete = measure(args, folder.resolve(), begin)
-        except (HtfllibError, BarterError, ValueError) as error:
+        except (HtfllibError, BarterError, OSError, ValueError) as error:
             sys.exit(str(error))
     say(make_table(read_runs(args.out)))
     if not complete:

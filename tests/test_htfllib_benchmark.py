@@ -169,6 +169,23 @@ def test_patches_apply_to_a_copy_or_fail_clearly(tmp_path: Path) -> None:
         htfllib.copy_checkout(tmp_path, tmp_path / "third")
 
 
+def test_a_folder_of_work_is_used_again_for_the_same_split(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = fake_checkout(tmp_path / "HtFLlib")
+    monkeypatch.setattr(htfllib, "count_own_split", lambda *_: {})
+    alike = replace(settings, shared="small-mlp", features=256)
+    work = tmp_path / "work"
+    first = htfllib.prepare(alike, checkout, work)
+    written = (work / "dataset" / "given" / "train" / "1.npz").stat().st_mtime_ns
+    assert htfllib.prepare(replace(alike, rounds=9), checkout, work) == first
+    assert (work / "dataset" / "given" / "train" / "1.npz").stat().st_mtime_ns == written
+    with pytest.raises(HtfllibError, match="of other settings: give a new folder"):
+        htfllib.prepare(replace(alike, seed=1), checkout, work)
+    with pytest.raises(HtfllibError, match="give a new or empty folder"):
+        htfllib.prepare(alike, checkout, tmp_path)
+
+
 def test_a_folder_in_another_repository_has_no_commit_of_its_own(tmp_path: Path) -> None:
     inside = Path(__file__).parent
     with pytest.raises(HtfllibError, match="give its commit with --commit"):
@@ -272,7 +289,5 @@ def test_libraries_alternate_and_finished_runs_are_skipped(
     unknown = Namespace(**{**vars(later), "models": ["htfe-10"], "only": ["fedkd"]})
     assert not htfllib.measure(unknown, tmp_path / "work", begin)
     assert not done, "nothing is known of these networks, and 2.5 times 120 s do not fit"
-    with pytest.raises(HtfllibError, match="give a new or empty folder"):
-        htfllib.measure(args, tmp_path, begin)
     with pytest.raises(ValueError, match="--only fedprot: choose from"):
         htfllib.plan(settings, ["fedprot"], ["auto"])
