@@ -730,6 +730,11 @@ def describe_machine(device: str) -> dict[str, Any]:
     }
     if device.startswith("cuda"):
         machine["gpu"] = torch.cuda.get_device_name(torch.device(device))
+        # PyTorch's defaults, with which HtFLlib runs.
+        machine["tf32"] = {
+            "convolutions": torch.backends.cudnn.allow_tf32,
+            "products": torch.backends.cuda.matmul.allow_tf32,
+        }
     return machine
 
 
