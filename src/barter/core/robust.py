@@ -135,8 +135,8 @@ class Defence:
             decides: For each block, whether it counts in norms and distances; None for all.
             since: For each block, the value that all clients started from, such as the weights that
                 the server sent. The rules "clip" and "cosine" (except for logits) take norms and
-                directions of the difference from it; None takes the difference from the median of
-                all clients.
+                directions of the difference from it. With None, "clip" takes the difference from
+                the median of all clients, and "cosine" compares only the norms of states.
 
         Returns:
             One tensor per block, without the clients' axis. Entries that no client has are 0, or

@@ -75,15 +75,16 @@ def _defended(
 ) -> dict[str, Tensor]:
     """Aggregate the clients' states by the run's defence, in float64.
 
-    The caller rounds and casts the result. Norms, distances and the selection of clients are by the
-    weights alone; batch-norm statistics, whose scale is another, follow the clients selected.
+    The caller rounds and casts the result. Only parameters decide norms, distances and which
+    clients are selected; batch-norm statistics, whose scale is another, follow these clients.
 
     Args:
-        states: Each client's state.
+        states: Each client's state, all with the same names.
         since: The state that all clients started from, with every name in `states`. None or empty
-            if there is none: differences are then taken from the median of the clients.
-        alike: Weight clients equally. Otherwise the rule "cosine" weights them by their numbers of
-            images; all other rules weight clients equally.
+            if there is none: "clip" then measures from the clients' median, and "cosine" compares
+            norms only, not directions.
+        alike: Give all clients the same weight. Otherwise the rule "cosine" weights them by their
+            numbers of images; the other rules always give the same weight.
     """
     names = list(next(iter(states.values())))
     rows = [torch.stack([w[name].double() for w in states.values()]) for name in names]

@@ -242,7 +242,7 @@ def newest_entries(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
 def sample_review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]:
     """Sample synthetic images of past rounds that a client made, for the exchange to repeat.
 
-    They are sampled without replacement by the global random generator.
+    They are sampled without replacement by torch's global random generator.
 
     Args:
         entries: The rounds to sample from.

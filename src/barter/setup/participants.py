@@ -139,14 +139,15 @@ def cut_networks(
 def make_all_networks(
     config: Config, listed: Sequence[tuple[str, Own | None]], spec: Spec
 ) -> tuple[dict[int, str], Parts]:
-    """Build the initial networks of all parties.
+    """Build the initial networks of all clients and of the server.
 
-    Clients with the same architecture and width share one network object: copy it before training.
+    Objects are shared by clients with the same architecture and width, and by the server's network
+    with clients of its architecture at full width. Copy a network before changing it.
 
     Args:
-        config: The configuration; if all models are given by name, its `models` is used.
-        listed: Models as pairs of a name and its module or factory, or None. Clients take them in
-            turn.
+        config: The configuration.
+        listed: Pairs of a model's name and its module or factory, or None for a name alone. Clients
+            take them in turn. If all are names alone, `config.models` is used instead.
         spec: Shape and number of classes of the images.
 
     Returns:
