@@ -550,8 +550,8 @@ def krum_scores(squared: Tensor, adversaries: int) -> Tensor:
 
     Args:
         squared: Squared distances of every two clients, infinite for a client and itself.
-        adversaries: f, the assumed number of adversarial clients. n - f - 2 distances count, at
-            least one and at most n - 1.
+        adversaries: f, the assumed number of adversarial clients. n - f - 2 distances to
+            others count, at least one and at most n - 1.
 
     Returns:
         One score per client, lower for better ones; 0 for a single client.
