@@ -90,7 +90,7 @@ class Broadcast(Algorithm[S, C]):
         client.model.load_state_dict({**client.model.state_dict(), **w})
 
     def train(self, client: C) -> None:
-        """Train the client's network on its own data, in place; subclasses implement this."""
+        """Train the client's network on its own data in place; subclasses implement this."""
         raise NotImplementedError
 
     def receive(self, client: C, w: State) -> None:

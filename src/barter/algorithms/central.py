@@ -92,10 +92,10 @@ class Central(Algorithm):
         return client.data.pixels, client.data.labels
 
     def learn(self, client: Client, pool: list[Tensor]) -> None:
-        """Train the client's network on all clients' images, given as pixels (bytes) and labels.
+        """Train the client's network on the images of all clients.
 
-        Training stops at `max_epochs`, or when the training accuracy reaches τ. The client's own
-        augmentation applies to all images.
+        `pool` holds their pixels (bytes) and labels. Training stops at `max_epochs`, or when the
+        training accuracy reaches τ. The client's own augmentation applies to all images.
         """
         pixels, labels = pool
         fit(

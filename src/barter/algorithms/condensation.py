@@ -82,7 +82,7 @@ class Condensation(Algorithm[Server, Condenser]):
         match_logits: bool = False,
         collaboration: Callable[[Tensor], Collaboration] | None = None,
     ) -> Lot:
-        """Condense the client's images, report loss terms and variety, and return the upload.
+        """Condense the client's images, report loss terms and variety; return the upload.
 
         Classes with fewer than `min_samples` images are left out; without any other, the upload is
         empty and nothing is reported.

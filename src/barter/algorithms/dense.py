@@ -199,7 +199,7 @@ class DENSE(Algorithm[Archive]):
         return {"weights": client.model.state_dict(), "counts": client.data.class_counts()}
 
     def draw(self, server: Archive, ensemble: Ensemble, shares: Tensor, classes: Tensor) -> None:
-        """Generate `samples` synthetic images and store them with their labels at the server.
+        """Generate `samples` synthetic images and store them with labels at the server.
 
         Labels are sampled uniformly from `classes`. Of all steps of the generator, the images with
         the lowest loss are stored; beyond `pool` images, the oldest are dropped.

@@ -131,7 +131,7 @@ class Offer(TypedDict):
 
 
 class Delivery(TypedDict):
-    """Transfer data of this round and of rounds that the client missed, and its docking layer."""
+    """Transfer data of this round and of those the client missed; its docking layer."""
 
     entries: list[Entry]
     docking: State
@@ -158,7 +158,7 @@ class DFFKEClient(Client):
 
 
 def augment_and_resize(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
-    """Augment transfer images in their own size, then resize them to the networks' input size."""
+    """Augment transfer images in their own size; resize them to the networks' input."""
     return resize_images(augment_images(images, augment), spec)
 
 
@@ -206,7 +206,7 @@ CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss"
 
 @dataclass(frozen=True, kw_only=True)
 class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
-    """Data-free federated knowledge exchange: clients teach each other on synthetic images."""
+    """Data-free federated knowledge exchange among clients, on synthetic images."""
 
     server_model = ServerModel("copies")
     crosses = {
@@ -371,9 +371,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
 
     @property
     def inverts(self) -> bool:
-        """Return whether the server decodes embeddings to images, using the clients' networks.
+        """Return whether the server decodes embeddings to images.
 
-        Noise in place of embeddings is decoded too; public images and photographs are not.
+        It uses the clients' networks for that. Noise in place of embeddings is decoded too; public
+        images and photographs are not.
         """
         return self.reveal != "nothing" or self.substitute == "noise"
 
@@ -545,10 +546,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         offers: Replies[Offer],
         seed: int,
     ) -> tuple[Tensors, Tensors]:
-        """Return the embeddings to decode (images, views, features) and their labels, by client.
+        """Return the embeddings to decode and their labels, by client.
 
-        They are those that clients uploaded, samples of the uploaded statistics, or noise with
-        random labels. Only samples of statistics use `seed`.
+        Embeddings have the axes (images, views, features). They are those that clients uploaded,
+        samples of the uploaded statistics, or noise with random labels. Only samples of statistics
+        use `seed`.
         """
         if self.embeds:
             e = {k: offer["embeddings"] for k, offer in offers.items()}
@@ -600,7 +602,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return decoder
 
     def deliver(self, server: DFFKEServer, entry: Entry) -> dict[int, Delivery]:
-        """Add this round's entry to the server's buffer, and return what each participant is sent.
+        """Add this round's entry to the server's buffer; return participants' deliveries.
 
         Participants are the clients that the entry has codes of. Each is sent the entries of rounds
         that it missed, as far as the buffer still held them, then this one; and its docking layer,
@@ -621,7 +623,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     def teach(
         self, client: DFFKEClient, delivery: Delivery
     ) -> Annotated[Lesson, Room("lesson_bytes")]:
-        """Return the client's logits Ŷ_k on its transfer images of this round and of earlier ones.
+        """Return the client's logits Ŷ_k on its new and earlier transfer images.
 
         Of earlier rounds' images, a random sample B_k^t is used, at most as many as are new. The
         delivered entries are added to the client's buffer, and its docking layer is replaced.
@@ -639,10 +641,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         )
 
     def predict_targets(self, client: DFFKEClient, images: Tensor) -> dict[str, Tensor]:
-        """Return the client's `logits` on images and, with `embedding_loss`, docked `embeddings`.
+        """Return the client's `logits` and docked `embeddings` of images.
 
-        The images are resized to the network's input, and the model is left in evaluation mode. The
-        logits are in half precision if clients upload statistics.
+        There are embeddings with `embedding_loss` only. The images are resized to the network's
+        input, and the model is left in evaluation mode. The logits are in half precision if clients
+        upload statistics.
         """
         model = client.model.eval()
         every = torch.arange(len(images), device=client.device)
@@ -656,7 +659,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return answer
 
     def exchange(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> None:
-        """Learn from other clients' logits on new and earlier transfer images (Eqs. 13 and 14).
+        """Learn from peers' logits on new and earlier transfer images (Eqs. 13 and 14).
 
         With `local_review`, private images are learned from too. The client must have been
         delivered the lessons' entries by `teach`; entries beyond `memory` are dropped afterwards.
@@ -687,7 +690,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
     def _subjects(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> list[Subject]:
-        """Return what a client learns in an exchange: private images, then the peers' lessons.
+        """Return a client's subjects in an exchange: private images, then peers' lessons.
 
         Private images are left out without `local_review`.
         """
@@ -714,7 +717,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return subjects
 
     def augment(self, data: Images) -> Augment:
-        """Return the client's augmentation in training, scaled to the width of transfer images.
+        """Return the client's training augmentation, scaled to transfer images' width.
 
         Without `augmented` it changes nothing.
         """
@@ -724,7 +727,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     def exchange_loss(
         self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor
     ) -> Tensor:
-        """Return the divergence from a peer's logits on a batch of its images (Eqs. 13 and 14).
+        """Return the divergence from a peer's logits on its images (Eqs. 13 and 14).
 
         It is KL(peer ‖ student) if `direction` is "teacher", otherwise KL(student ‖ peer), of logits
         divided by the temperature and times its square. With `embedding_loss` the mean squared error
@@ -732,7 +735,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
 
         Args:
             model: The student, of which only the head is used.
-            features: Its features of the images.
+            features: Its features of a batch of the peer's images.
             target: The peer's logits.
             *docked: With `embedding_loss`, the peer's docked embeddings, and weight and bias of the
                 student's docking layer.
@@ -748,7 +751,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return loss
 
     def select_offers(self, server: DFFKEServer, offers: Replies[Offer]) -> Replies[Offer]:
-        """Leave out offers whose labels contradict their embeddings, if the run has a defence.
+        """With a defence, leave out offers whose labels contradict their embeddings.
 
         Without embeddings in the offers, all stay. See `clients_with_consistent_labels`.
         """
@@ -769,7 +772,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         offers: Mapping[int, Offer],
         lessons: Mapping[int, Lesson],
     ) -> list[int]:
-        """Return the clients to learn from: all, or with a defence those that others confirm.
+        """Return the clients to learn from: all, or with a defence those others confirm.
 
         If the server has no networks of clients to confirm with, it is all. See
         `confirmed_teachers`.

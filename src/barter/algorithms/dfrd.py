@@ -136,13 +136,16 @@ def transferability_loss(
 
 
 def embedding_excess(names: Tensor, gamma: float) -> Tensor:
-    """Return the mean of max(0, length - γ √width) over label embeddings (labels, width)."""
+    """Return the mean of max(0, length - γ √width) over label embeddings.
+
+    `names` are the embeddings (labels, width).
+    """
     beyond: Tensor = names.norm(dim=1) - gamma * names.shape[1] ** 0.5
     return beyond.clamp_min(0).mean()
 
 
 def moving_average(slow: State, now: State, momentum: float) -> State:
-    """Return λ w̃ + (1 - λ) w (Eq. 6), with λ = `momentum`, w̃ = `slow` and w = `now`.
+    """Return λ w̃ + (1 - λ) w (Eq. 6): λ is `momentum`, w̃ `slow` and w `now`.
 
     Integer buffers are copied from `now`.
     """
@@ -458,7 +461,7 @@ class DFRD(PartialTraining[Distiller]):
         tau: Tensor,
         p: Tensor,
     ) -> None:
-        """Report the quality of a batch of generated images, and agreement with the ensemble.
+        """Report a generated batch's quality, and agreement with the ensemble.
 
         These are the images' variety (see `variety`), their distance from the clients' batch
         statistics (`strangeness`), how often the ensemble predicts the label (`recognised`), and
@@ -482,7 +485,7 @@ class DFRD(PartialTraining[Distiller]):
     def generate_batch(
         self, server: Distiller, generator: MergeGenerator, p: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Generate `samples` images, whose labels are sampled in proportion to `p` (classes,).
+        """Generate `samples` images with labels sampled in proportion to `p` (classes,).
 
         Returns:
             Images as network input, and labels.

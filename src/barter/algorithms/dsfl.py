@@ -56,7 +56,7 @@ class DSFL(PublicDistillation):
         return sgd(self.lr)
 
     def compute_targets(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        """Sharpen the mean, train the server's model on it, and return the sharpened mean.
+        """Sharpen the mean, train the server's model on it and return the sharpened mean.
 
         Without a temperature, the mean is only normalised to sum to 1.
 

@@ -90,9 +90,10 @@ class Labelled(Lot):
 
 @torch.no_grad()
 def mix_with_new_weights(gamma: float, model: Classifier) -> None:
-    """Set a model's parameters w in place to γ w + (1 - γ) w̃, with a new random w̃ (Eq. 17).
+    """Set a model's parameters w to γ w + (1 - γ) w̃, with a new random w̃ (Eq. 17).
 
-    Buffers, such as running statistics, keep their values. See `reinitialise` for w̃.
+    They are changed in place. Buffers, such as running statistics, keep their values. See
+    `reinitialise` for w̃.
     """
     w = [parameter.clone() for parameter in model.parameters()]
     reinitialise(model)
@@ -244,7 +245,7 @@ class FedAF(Condensation):
         return {"classes": classes, "logits": logits[classes]}
 
     def condense(self, client: Condenser, shared: Means) -> Labelled:
-        """Condense the client's images; return them as bytes (S_k) with soft labels (R_k).
+        """Condense the client's images; return them as bytes (S_k) with soft labels R_k.
 
         There is one soft label per condensed class: softmax(v / τ), where v are the mean logits of
         all its original images. Classes with fewer than `min_samples` images are left out.

@@ -54,7 +54,7 @@ class FedAvg(Algorithm):
         server.model.load_state_dict(average(updates, by=self.average, since=w))
 
     def client_update(self, client: Client, w: State) -> State:
-        """Load the server's weights, train them on the client's data, and return the result."""
+        """Load the server's weights, train them on the client's data; return the result."""
         client.model.load_state_dict(w)
         self.train(client)
         return client.model.state_dict()

@@ -117,7 +117,7 @@ class FedDF(Algorithm):
         index: Tensor,
         ensemble: Tensor,
     ) -> State:
-        """Average one architecture's models and distil the ensemble into the average (Eq. 1).
+        """Average an architecture's models; distil the ensemble into the average (Eq. 1).
 
         Args:
             server: The server, with the public images.

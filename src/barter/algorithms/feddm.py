@@ -41,7 +41,7 @@ __all__ = ["FedDM"]
 
 @torch.no_grad()
 def perturb_parameters(rho: float, model: Classifier) -> None:
-    """Move the vector of all of a model's parameters by a distance ρ in a random direction.
+    """Move a model's parameters, as one vector, by distance ρ in a random direction.
 
     The parameters are changed in place.
     """
@@ -77,9 +77,9 @@ class FedDM(Condensation):
         clients.run(self.receive, server.model.state_dict())
 
     def condense(self, client: Condenser) -> Lot:
-        """Condense the client's images by matching mean features and logits; return them as bytes.
+        """Condense the client's images by matching mean features and logits.
 
-        See `condense_for_upload`.
+        They are returned as bytes. See `condense_for_upload`.
         """
         return self.condense_for_upload(
             client, self.image_momentum, partial(perturb_parameters, self.rho), match_logits=True

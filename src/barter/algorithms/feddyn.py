@@ -113,7 +113,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
         """Return nothing; the server reads the number of images that every reply carries."""
 
     def client_update(self, client: Drifter, task: TrainingRequest) -> State:
-        """Train the server's weights with the regulariser and return the client's weights.
+        """Train the server's weights with the regulariser; return the client's weights.
 
         The change in training is added to the client's drift h_i.
         """

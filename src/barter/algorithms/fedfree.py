@@ -102,10 +102,10 @@ class Bridge(Server):
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """Return copies of a network's exchangeable layers, convolutions before linear ones.
+    """Return copies of a network's exchangeable layers.
 
-    Layers of one kind are in the network's order. Grouped convolutions are left out. No layer has
-    a credit.
+    Convolutions come before linear layers; those of one kind are in the network's order. Grouped
+    convolutions are left out. No layer has a credit.
     """
     layers: list[Layer] = []
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
@@ -153,7 +153,7 @@ def relative_change(before: Layer, after: Layer) -> Tensor:
 
 
 def output_changes(before: Layer, after: Layer) -> Tensor:
-    """Return the squared change of each output's weights, without its bias (outputs,)."""
+    """Return each output's squared change of weights, without its bias (outputs,)."""
     return (after["weight"] - before["weight"]).flatten(1).square().sum(1)
 
 
@@ -336,7 +336,7 @@ class FedFree(Algorithm[Bridge, Client]):
         return [after[position] for position in critical]
 
     def check_upload(self, server: Bridge, k: int, uploaded: list[Layer]) -> list[Layer]:
-        """Return the layers that client `k` uploaded, after checking that its network has them.
+        """Check that client `k`'s network has the uploaded layers, and return them.
 
         If the server cannot build the network, only the number of axes, the kernels' size, and
         number and names of the layers are checked.
@@ -389,7 +389,7 @@ class FedFree(Algorithm[Bridge, Client]):
         return counterpart(layer, server.layers)
 
     def imitate(self, g: Layer, teachers: Sequence[Layer]) -> Layer:
-        """Return the server's layer `g` after one gradient step of rate `server_lr` on Eq. 3.
+        """Return layer `g` after one gradient step of rate `server_lr` on Eq. 3.
 
         Args:
             g: The server's layer, which is not changed; a missing bias counts as zero.
@@ -423,12 +423,12 @@ class FedFree(Algorithm[Bridge, Client]):
         }
 
     def teacher_weights(self, teachers: Sequence[Layer]) -> list[Tensor]:
-        """Return each teacher's weight for each of its outputs; teachers may differ in width.
+        """Return each teacher's weight for each of its outputs.
 
-        With `outputs` "all" a weight is 1 / number of teachers. Otherwise it is proportional to how
-        much training changed the output, with a sum of 1 over the teachers that have the output.
-        Outputs that no training changed have weights of 0. The change is a layer's "credit"; a layer
-        without it counts as 1 for every output.
+        Teachers may differ in width. With `outputs` "all" a weight is 1 / number of teachers.
+        Otherwise it is proportional to how much training changed the output, with a sum of 1 over
+        the teachers that have the output. Outputs that no training changed have weights of 0. The
+        change is a layer's "credit"; a layer without it counts as 1 for every output.
         """
         credit = [
             layer.get("credit", layer["weight"].new_ones(len(layer["weight"])))
@@ -459,7 +459,7 @@ class FedFree(Algorithm[Bridge, Client]):
         return (layer_outputs(w, b, noise)[:, :outputs] - target).square().mean(0)
 
     def expected_discrepancy(self, w: Tensor, b: Tensor, layer: Layer) -> Tensor:
-        """Return the expectation of `discrepancy` over standard normal noise, in closed form.
+        """Return the expected `discrepancy` over standard normal noise, in closed form.
 
         Kernels of different sizes are aligned as in `resize_weight`.
         """
@@ -509,7 +509,7 @@ class FedFree(Algorithm[Bridge, Client]):
         return shared - local
 
     def receive(self, client: Client, gifts: list[Layer]) -> None:
-        """Copy the received layer, if there is one, over the client's layer of its name (Eq. 7).
+        """Copy the received layer, if any, over the client's layer of its name (Eq. 7).
 
         With `outputs` "trained", a head changes only for the client's classes.
 

@@ -127,10 +127,11 @@ def ensemble_cross_entropy(
     y: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Return the model's cross entropy with the clients' joint prediction on generated images.
+    """Return the model's cross entropy with the clients' joint prediction.
 
-    The joint prediction is the weighted sum of the clients' probabilities, or their robust
-    aggregate. Gradients flow through the server's model only.
+    Both predict the classes of generated images. The joint prediction is the weighted sum of the
+    clients' probabilities, or their robust aggregate. Gradients flow through the server's model
+    only.
 
     Args:
         generator: The generator of images.

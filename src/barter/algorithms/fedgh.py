@@ -44,7 +44,7 @@ __all__ = ["FedGH", "fedgh_loss"]
 
 
 def fedgh_loss(head: nn.Linear, vectors: Tensor, classes: Tensor) -> Tensor:
-    """Return the mean cross entropy of the head's logits on prototypes with their classes."""
+    """Return the mean cross entropy of the head on prototypes with their classes."""
     return F.cross_entropy(head(vectors), classes)
 
 
@@ -76,7 +76,7 @@ class FedGH(SharedHead):
     def learn(
         self, client: HeadClient, head: State
     ) -> Annotated[ByClass, Named("vector", "features")]:
-        """Train with the shared head; return the mean features of each of the client's classes.
+        """Train with the shared head; return mean features of each class of the client.
 
         Args:
             client: The client that trains.

@@ -115,7 +115,7 @@ def _patch_loss(logits: Tensor, real: float) -> Tensor:
 def discrimination(
     discriminator: PatchDiscriminator, spec: Spec, pixels: Tensor, generated: Tensor
 ) -> Tensor:
-    """Return the discriminator's loss, the mean of that on generated and on real images.
+    """Return the mean of the discriminator's loss on generated and on real images.
 
     Each is the binary cross entropy summed over patches and averaged over images.
 
@@ -260,7 +260,7 @@ class FedIOD(Algorithm[Curator, DiscriminatorClient]):
         store_generator(server, generator, self.codes(server))
 
     def learn(self, client: DiscriminatorClient) -> Annotated[Tensor, Counts("classes")]:
-        """Train the client's network; return its number of images of each class (classes,)."""
+        """Train the client's network; return its numbers of images by class (classes,)."""
         fit(
             client,
             epochs=self.epochs,
@@ -316,7 +316,7 @@ class FedIOD(Algorithm[Curator, DiscriminatorClient]):
             return torch.stack([client.model(batch) for batch in batches])
 
     def discriminator(self, client: DiscriminatorClient) -> PatchDiscriminator:
-        """Return the client's discriminator, with the weights of its last step, or a new one."""
+        """Return the client's discriminator with its last step's weights, or a new one."""
         new = PatchDiscriminator(client.data.spec, self.discriminator_width)
         return restore_module(client, "discriminator", new, client.discriminator)
 

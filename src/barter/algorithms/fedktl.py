@@ -124,9 +124,10 @@ class Aligner(nn.Module):
 
     @torch.no_grad()
     def centre(self, prototypes: ByClass) -> None:
-        """Set the centres of classes in place to the mean latent vectors of their prototypes.
+        """Set the centres of classes to the mean latent vectors of their prototypes.
 
-        Classes without a prototype keep their centres. The aligner is left in evaluation mode.
+        They are changed in place. Classes without a prototype keep their centres. The aligner is
+        left in evaluation mode.
         """
         means = class_means(self.eval()(prototypes["vectors"]), prototypes["classes"])
         self.centres[means["classes"]] = means["vectors"]
@@ -228,7 +229,7 @@ def fedktl_loss(
 
 
 def mean_directions(model: Classifier, data: Images) -> ByClass:
-    """Return the prototype of each class that occurs: its mean direction, of length 1.
+    """Return the prototype of each class that occurs: its mean direction (length 1).
 
     Features are projected by the frame head, scaled to length 1, averaged over the class and scaled
     again. The model must have a frame head (`add_frame_head`); it is left in evaluation mode.

@@ -110,7 +110,7 @@ class FedProto(OneWidth[S, Follower]):
         clients.run(self.receive, self.merge_prototypes(server, prototypes))
 
     def learn(self, client: Follower) -> Annotated[ByClass, Named("vector", "features")]:
-        """Train with the global prototypes, if there are any yet, and return the client's own.
+        """Train with global prototypes, if there are any yet; return the client's own.
 
         They are the mean features of each of its classes in the trained network.
         """

@@ -85,9 +85,10 @@ def prototype_margin(prototypes: ByClass, most: float) -> Tensor:
 def fedtgp_loss(
     global_prototypes: TrainablePrototypes, vectors: Tensor, classes: Tensor, delta: Tensor
 ) -> Tensor:
-    """Return the cross entropy of negative distances, with δ added to that of the own class.
+    """Return the cross entropy of negative distances, with a margin δ.
 
-    Distances are Euclidean, from each client's prototype to all global ones.
+    Distances are Euclidean, from each client's prototype to all global ones; δ is added to the
+    distance to that of its own class.
 
     Args:
         global_prototypes: The prototypes to train, one per class.
@@ -115,7 +116,7 @@ class FedTGP(FedProto[Prototypist]):
     server_lr: Positive = 0.01  # η_S: learning rate of the server's SGD
 
     def merge_prototypes(self, server: Prototypist, prototypes: Replies[ByClass]) -> ByClass:
-        """Train the global prototypes on those of the clients and return them for all classes.
+        """Train the global prototypes on the clients' and return them for all classes.
 
         The server stores their state and reports the margin. A defence may leave clients out.
         """

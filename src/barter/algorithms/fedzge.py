@@ -149,16 +149,19 @@ def adversarial_loss(ensemble: Tensor, student: Tensor, tau: float) -> Tensor:
 
 
 def equilibrium(ensemble: Tensor) -> Tensor:
-    """Return L_info: minus the entropy (nats) of the ensemble's mean prediction over images.
+    """Return L_info: minus the entropy of the ensemble's mean prediction over images.
 
-    `ensemble` are its logits (images, classes).
+    The entropy is in nats. `ensemble` are its logits (images, classes).
     """
     p = ensemble.softmax(1).mean(0)
     return (p * (p + 1e-12).log()).sum()
 
 
 def distillation(model: Classifier, tau: float, x: Tensor, ensemble: Tensor) -> Tensor:
-    """Return τ² KL(ensemble ‖ model) on a batch of images, at temperature τ (`tempered_kl`)."""
+    """Return τ² KL(ensemble ‖ model) on a batch of images at temperature τ.
+
+    See `tempered_kl`.
+    """
     return tempered_kl(tau, model(x), ensemble)
 
 
@@ -172,7 +175,7 @@ def rehearsal(
     own: LabelledBatch,
     log_prior: Tensor | None = None,
 ) -> Tensor:
-    """Return the distillation loss (`distillation`) plus the cross entropy on private images.
+    """Return the loss of `distillation` plus the cross entropy on private images.
 
     One forward pass takes both kinds of images, so batch normalisation sees them together.
 
@@ -194,7 +197,7 @@ def rehearsal(
 
 
 def accuracy_by_batch(model: Classifier, test: Images) -> float:
-    """Return a model's accuracy, a fraction of 1, when each test batch is normalised by itself.
+    """Return a model's accuracy (0 to 1) with each test batch normalised by itself.
 
     Images are shuffled, because a test set may be sorted by class; the order is always the same.
     Batches are the chunks of `predict`. The model is not changed.
@@ -481,7 +484,7 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         return (shares[:, None] * logits).sum(-3)
 
     def optimizer(self, server: QueryServer, generator: LabelGenerator) -> torch.optim.Adam:
-        """Return a new Adam for the generator, with earlier rounds' moments if they were stored."""
+        """Return a new Adam for the generator, with earlier rounds' moments if stored."""
         optimizer = torch.optim.Adam(generator.parameters(), lr=self.generator_lr, fused=True)
         if server.moments:
             for parameter, moments in zip(generator.parameters(), server.moments, strict=True):
@@ -617,7 +620,7 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         optimizer: torch.optim.Adam,
         lessons: Iterable[list[Tensor]],
     ) -> Tensor:
-        """Store the generator, its optimizer, and the round's images and logits at the server.
+        """Store generator, optimizer, and the round's images and logits at the server.
 
         The last `memory` rounds stay; the optimizer is stored with `lasting_optimizer` only.
 

@@ -75,7 +75,7 @@ __all__ = ["FedZKT", "disagreement", "sl_loss"]
 
 
 def sl_loss(one: Tensor, other: Tensor) -> Tensor:
-    """Return the SL loss: L1 distance of two softmax predictions, averaged over the batch.
+    """Return the SL loss: the batch's mean L1 distance of two softmax predictions.
 
     Args:
         one: Logits (images, classes).

@@ -57,7 +57,7 @@ def fml_loss(
     x: Tensor,
     labels: Tensor,
 ) -> Tensor:
-    """Return the sum of both networks' losses, each of cross entropy and KL(other ‖ network).
+    """Return the sum of both networks' losses: cross entropy and KL(other ‖ network).
 
     The other network's prediction is constant in a divergence.
 

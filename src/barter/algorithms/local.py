@@ -36,7 +36,7 @@ class Local(Algorithm):
         clients.run(self.learn)
 
     def learn(self, client: Client) -> None:
-        """Train the client's network on its own data, until τ is reached or `max_epochs` are over.
+        """Train the client's network on its own data until τ or `max_epochs` is reached.
 
         The number of epochs is reported.
         """

@@ -67,7 +67,7 @@ class MHAT(PublicDistillation):
         )
 
     def compute_targets(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        """Train the server's model on the mean and the public labels; return its probabilities.
+        """Fit the server's model to the mean and public labels; return its probabilities.
 
         Args:
             server: The server, whose model is trained in place.

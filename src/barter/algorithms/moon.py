@@ -108,7 +108,7 @@ class MOON(FedAvg):
         return add_projection_head(network, self.projection)
 
     def client_update(self, client: Client, w: State) -> State:
-        """Train the server's weights with the contrastive loss and return the trained weights.
+        """Train the server's weights with the contrastive loss and return the result.
 
         The previous model of the loss is the client's before it loads `w`.
         """

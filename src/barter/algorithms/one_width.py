@@ -168,7 +168,7 @@ class SharedHead(OneWidth[H, K]):
         server.holders = list(clients.run(self.receive, head))
 
     def receive(self, client: K, head: State) -> None:
-        """Store the shared head at the client; its network keeps the head that it trained."""
+        """Store the shared head at the client; its network keeps the head it trained."""
         client.head = head
 
     def evaluate(self, client: K) -> dict[str, float]:

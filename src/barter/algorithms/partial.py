@@ -141,7 +141,7 @@ class PartialTraining(Algorithm[S, Client]):
         self.exchange(server, clients.sample(self.fraction), t)
 
     def exchange(self, server: S, active: Clients, t: int) -> Replies[SubmodelUpdate]:
-        """Have every client train its submodel, and load the average into the server's model.
+        """Have every client train its submodel; load the average into the server's model.
 
         With `norm` "global", these clients then measure its normalisation statistics.
 
@@ -164,7 +164,7 @@ class PartialTraining(Algorithm[S, Client]):
         return updates
 
     def measure_statistics(self, active: Clients, w: State) -> State:
-        """Replace the running statistics of averaged weights by those that clients measure.
+        """Replace running statistics of averaged weights by those that clients measure.
 
         Args:
             active: The clients, which measure statistics of their images under these weights.
@@ -194,7 +194,7 @@ class PartialTraining(Algorithm[S, Client]):
         return sum(known.server[name][0].numel() for name in running_means(known.server))
 
     def choose(self, server: S, active: Clients, t: int) -> dict[int, SubmodelIndices]:
-        """Return, for each client, the channels of the server's model that it trains in round t.
+        """Return the channels of the server's model that each client trains in round t.
 
         See `submodel_indices`.
         """
@@ -206,7 +206,7 @@ class PartialTraining(Algorithm[S, Client]):
         return chosen
 
     def train(self, client: Client, w: State) -> SubmodelUpdate:
-        """Train the client's model on its data, from weights `w`, or its own if `w` is empty.
+        """Train the client's model on its data, from `w` or, if empty, its own weights.
 
         Returns:
             The trained weights, and how often images of each class were trained on (empty unless

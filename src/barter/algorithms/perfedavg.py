@@ -95,7 +95,7 @@ def adaptation_loss(
     second: LabelledBatch,
     third: LabelledBatch | None = None,
 ) -> Tensor:
-    """Return a surrogate whose gradient by the parameters is that of the loss after adaptation.
+    """Return a surrogate with the parameter gradient of the loss after adaptation.
 
     Its value has no meaning.
 

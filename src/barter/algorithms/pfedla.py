@@ -93,7 +93,7 @@ class HyperNetwork(nn.Module):
 
 
 def group_by_layer(names: Iterable[str]) -> list[list[str]]:
-    """Return the names of a model's weights, grouped by the module that has them, in order."""
+    """Return the names of a model's weights, grouped by their module, in order."""
     groups: dict[str, list[str]] = {}
     for name in names:
         module = name.rpartition(".")[0]
@@ -173,7 +173,7 @@ class PFedLA(Algorithm[Mixer]):
         server.models |= updates
 
     def client_update(self, client: Client, w: State) -> State:
-        """Train the client's mix, or at first its own model, and return the trained weights.
+        """Train the client's mix, or at first its own model; return the trained weights.
 
         Args:
             client: The client.
@@ -216,7 +216,7 @@ class PFedLA(Algorithm[Mixer]):
     def hypernetwork(
         self, server: Mixer, clients: Clients, k: int
     ) -> tuple[HyperNetwork, Tensor, Tensor]:
-        """Return the hypernetwork of client k and its two inputs, `own` and `known` (clients,).
+        """Return client k's hypernetwork and its inputs, `own` and `known` (clients,).
 
         See `HyperNetwork.forward`. Columns are in the order of `clients`, all clients of the run.
         """

@@ -107,7 +107,7 @@ class PublicDistillation(Algorithm[S, C]):
         return logits.softmax(1)
 
     def mean_prediction(self, answers: Replies[Answer]) -> Tensor:
-        """Return the unweighted mean of the clients' predictions, or their robust aggregate."""
+        """Return the unweighted mean of clients' predictions, or their robust aggregate."""
         return mean_predictions([answer["said"] for answer in answers.values()])
 
     def compute_targets(self, server: S, places: Tensor, mean: Tensor) -> Tensor:

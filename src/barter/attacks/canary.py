@@ -87,10 +87,10 @@ class EpsilonBound:
 def prove_epsilon(
     without: Tensor, including: Tensor, delta: float, confidence: float = CONFIDENCE
 ) -> tuple[float, tuple[float, float], tuple[float, float]]:
-    """Return a lower bound of ε, then intervals (low, high) of the hit and false-alarm rates.
+    """Return a lower bound of ε, then intervals of the hit and false-alarm rates.
 
-    A threshold is chosen among quantiles of every second try's scores; bound and intervals are
-    those of the other tries. The bound is at least 0.
+    Intervals are (low, high). A threshold is chosen among quantiles of every second try's scores;
+    bound and intervals are those of the other tries. The bound is at least 0.
 
     Args:
         without: The attacker's score of each try with one image (tries,), at least two.
@@ -202,10 +202,10 @@ class Game:
         self.released: Account = {}
 
     def _with_canary(self, world: int) -> Images:
-        """Return the client's images, the first replaced by the canary: black, in world 1 white.
+        """Return the client's images, the first replaced by the world's canary.
 
-        Its label differs too if labels are protected: elsewhere, opposite images of one class are
-        as different as two images can be.
+        The canary is black in world 0 and white in world 1. Its label differs too if labels are
+        protected: elsewhere, opposite images of one class are as different as two images can be.
         """
         data = self.client.data
         has_labels = any(isinstance(m, Response) for m in self.plan.mechanisms.values())
@@ -216,7 +216,7 @@ class Game:
         return Images(pixels, labels, data.spec)
 
     def play(self, world: int, number: int, guard: Guard) -> dict[str, Tensor] | None:
-        """Play the algorithm's setup and one round, from the state in which the game started.
+        """Play the algorithm's setup and one round from the state at the game's start.
 
         The guard and the images stay in place afterwards. `released` is set if the client answered.
 
@@ -413,7 +413,7 @@ def _score(
 
 
 def _combine(scores: Sequence[Tensor]) -> list[Tensor]:
-    """Combine the scores of all parts into one score per try, by a linear discriminant.
+    """Combine all parts' scores into one score per try, by a linear discriminant.
 
     A part's weight is (mean with - mean without the canary) / (sum of the two variances). Weights
     come from the even tries, on which the threshold is chosen too; the odd tries stay held out.

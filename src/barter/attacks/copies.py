@@ -122,7 +122,7 @@ def _private_images(data: Images, side: torch.Size) -> Tensor:
 
 
 def _similarity(private: Tensor, images: Tensor, offered: Tensor, spec: Spec) -> dict[str, float]:
-    """Return the mean PSNR of offered and of other private images with their best match."""
+    """Return the best matches' mean PSNR, for offered and for other private images."""
     decibels = psnr_of_best_match(denormalise(private, spec), denormalise(images.float(), spec))
     is_offered = torch.zeros(len(private), dtype=torch.bool, device=private.device)
     is_offered[offered] = True

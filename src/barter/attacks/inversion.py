@@ -160,7 +160,7 @@ class _Attacker:
         self.means = self.mechanism is not None and self.mechanism.second_key is not None
 
     def clip(self, rows: Tensor) -> Tensor:
-        """Return rows clipped as the client does; unchanged if it does not clip single rows."""
+        """Return rows clipped as the client does; unchanged unless it clips single rows."""
         mechanism = self.mechanism
         if not isinstance(mechanism, Additive):
             return rows
@@ -193,7 +193,7 @@ class _Attacker:
         return candidates[row_of_class[own]]
 
     def rows_for(self, images: Images, stream: int) -> Tensor:
-        """Return the protected rows that this client would have uploaded for other images.
+        """Return the protected rows that this client would upload for other images.
 
         They are flattened, one per image, see `match_rows`.
 
@@ -334,12 +334,12 @@ def _guesses(real: Tensor, labels: Tensor, public: Images) -> dict[str, Tensor]:
 
 
 def _nearest(wanted: Tensor, have: Tensor) -> Tensor:
-    """Return for each wanted image the nearest of `have`, by the Euclidean distance of pixels."""
+    """Return the nearest of `have` to each wanted image, by Euclidean pixel distance."""
     return have[torch.cdist(wanted.flatten(1), have.flatten(1)).argmin(1)]
 
 
 def denormalise(images: Tensor, spec: Spec) -> Tensor:
-    """Return normalised images with pixels between 0 and 1; values beyond are clamped."""
+    """Return normalised images with pixels from 0 to 1; values beyond are clamped."""
     mean, deviation = channel_statistics(spec, images.device)
     return (images * deviation + mean).clamp(0, 1)
 

@@ -59,7 +59,7 @@ def label_attacks(
 def _readings(
     experiment: Experiment, client: Client, upload: Upload, public: Images
 ) -> dict[str, dict[str, float]]:
-    """Return, by name of the attack, the measures of each way to infer labels from an upload."""
+    """Return measures of each way to infer labels from an upload, by attack name."""
     true = client.data.class_counts()
     found: dict[str, dict[str, float]] = {}
 
@@ -98,7 +98,7 @@ def _of_images(experiment: Experiment, part: str) -> bool:
 def _counts_in_answers(
     experiment: Experiment, answers: Mapping[str, Payload]
 ) -> list[tuple[str, Tensor]]:
-    """Find class counts in answers: in counts per class and in lists of class indices.
+    """Find class counts in answers: in counts per class and lists of class indices.
 
     Of a part that is a dictionary, its "counts" and "classes" are read. Parts that the algorithm
     declares to tell nothing are skipped.
@@ -128,7 +128,7 @@ def _counts_in_answers(
 
 
 def _class_fields(value: Payload, key: str) -> list[tuple[str, Payload]]:
-    """Return a part under its key, or the "counts" and "classes" of a part that is a dictionary."""
+    """Return a part under its key, or of a dictionary the "counts" and "classes"."""
     if not isinstance(value, Mapping):
         return [(key, value)]
     return [(name, value[name]) for name in ("counts", "classes") if name in value]

@@ -41,7 +41,7 @@ def psnr_of_best_match(real: Tensor, made: Tensor) -> Tensor:
 
 
 def ssim(real: Tensor, made: Tensor) -> Tensor:
-    """Return the structural similarity of each pair of images (Wang et al. 2004); 1 is equal.
+    """Return the structural similarity (Wang et al. 2004) of each pair; 1 is equal.
 
     It is averaged over channels and windows, squares of 7 pixels a side (or of the image's shorter
     side if that is less) whose pixels have equal weights.
@@ -69,7 +69,7 @@ def ssim(real: Tensor, made: Tensor) -> Tensor:
 
 
 def is_nearest_original(every: Tensor, places: Tensor, made: Tensor) -> Tensor:
-    """Return for each reconstruction whether the nearest private image is its original.
+    """Return whether each reconstruction's nearest private image is its original.
 
     The distance is the Euclidean distance of pixels.
 

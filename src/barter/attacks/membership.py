@@ -150,7 +150,7 @@ def membership_attacks(
 
 
 def label_likelihood(network: Classifier, images: Images) -> Tensor:
-    """Return the log-probability that a network gives to each image's label (images,).
+    """Return a network's log-probability of each image's label (images,).
 
     Images are not augmented, and the network is put into evaluation mode.
     """

@@ -165,7 +165,7 @@ def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
 
 
 def _find_images(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
-    """Return all byte images in the answers as one batch of network input; None without any.
+    """Return the answers' byte images as a batch of network input; None without any.
 
     Every uint8 tensor (images, channels, height, width) with the spec's channels counts as images,
     which are normalised and resized to the spec's size.
@@ -213,7 +213,7 @@ def _part(
 
 
 def split_test(experiment: Experiment) -> tuple[Images, Images]:
-    """Split the global test images at random into two halves, the same for the same seed.
+    """Split the global test images at random into two halves, fixed by the seed.
 
     Returns:
         Images that the attacker owns, then images of no client, for membership inference.

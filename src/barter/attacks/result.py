@@ -79,7 +79,7 @@ def mean_result(
 
 
 def results_to_json(about: Mapping[str, object], results: Sequence[Result]) -> str:
-    """Return results as JSON: an object with the keys of `about`, and a list `results`.
+    """Return results as JSON: an object with `about`'s keys and a list `results`.
 
     Args:
         about: Facts on the attacked run, by name.

@@ -37,7 +37,7 @@ def print_algorithm(name: str) -> None:
 
 
 def print_config(config: Path | None, algorithm: str | None, settings: SettingTexts) -> None:
-    """Run `barter show config`: write the full configuration as TOML to standard output.
+    """Run `barter show config`: write the full configuration as TOML to stdout.
 
     Raises:
         ConfigError: The file cannot be read, or a value is malformed, unknown or out of range.
@@ -46,7 +46,7 @@ def print_config(config: Path | None, algorithm: str | None, settings: SettingTe
 
 
 def print_wire(config: Path | None, algorithm: str | None, settings: SettingTexts) -> None:
-    """Run `barter show wire`: print the encoding of each exchanged field, and its largest size.
+    """Run `barter show wire`: print each exchanged field's encoding and largest size.
 
     The run's data and networks are loaded for that. Sizes are those of client 0's answers.
 

@@ -112,7 +112,9 @@ def print_privacy(run: Path | None, ledger: Path | None = None) -> None:
 
 
 def attack_run(run: Path, shadows: int, *, canary: bool, tries: int, images: int) -> None:
-    """Run `barter attack`: attack a run as a curious server, on the CPU, and print the results.
+    """Run `barter attack`: attack a run as a curious server and print the results.
+
+    The attacks run on the CPU.
 
     Args:
         run: The folder of a run; with `canary` also a configuration file.
@@ -204,7 +206,7 @@ def print_partition(
     title: str | None,
     save: Path | None,
 ) -> None:
-    """Run `barter show partition`: print numbers of samples by client, and draw a chart.
+    """Run `barter show partition`: print sample counts by client, and draw a chart.
 
     Args:
         name: The partition, or a configuration file (.toml); None for the configured partition.
@@ -251,7 +253,7 @@ def print_partition(
 
 
 def save_sheets(run: Path, out: Path | None, columns: int) -> None:
-    """Run `barter show images`: save a sheet of images for each round, and print its file.
+    """Run `barter show images`: save a sheet of images per round; print its file.
 
     Args:
         run: The run's folder.

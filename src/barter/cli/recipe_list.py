@@ -14,7 +14,7 @@ __all__ = ["format_accuracy", "print_recipes"]
 
 
 def format_accuracy(spread: SeedSpread) -> str:
-    """Return an accuracy over seeds as text in percent, such as "48.8 ± 0.3 (3 seeds)".
+    """Return an accuracy over seeds in percent, such as "48.8 ± 0.3 (3 seeds)".
 
     A single seed has no deviation.
     """

@@ -1,4 +1,4 @@
-"""Run a recipe and print its result beside the paper's figure and the published runs."""
+"""Run a recipe; print its result beside the paper's figure and published runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reproduce_recipe(
     *,
     download: bool,
 ) -> None:
-    """Run `barter reproduce NAME`: run a recipe, store its results and print the comparison.
+    """Run `barter reproduce NAME`: run a recipe, store results, print the comparison.
 
     Finished runs in the folder are not run again. Results go to `RESULTS_FILE` in it.
 
@@ -98,7 +98,7 @@ def reproduce_recipe(
 
 
 def _print_result(result: Reproduction) -> None:
-    """Print the paper's figure, the published result and this run side by side, and the verdict."""
+    """Print the paper's, the published and this result side by side, and the verdict."""
     recipe = result.recipe
     paper = recipe.paper
     table = Table("", "paper", "barter, published", "this run", box=box.SIMPLE_HEAD)

@@ -115,7 +115,7 @@ def resume_run(
     *,
     tensorboard: bool,
 ) -> None:
-    """Run `barter resume`: continue a run after its last round, or after an earlier one.
+    """Run `barter resume`: continue a run after its last round, or an earlier one.
 
     None for an option keeps the run's value. A run that stopped early is only reported, unless
     --rounds, an earlier --round or a larger --patience is given.

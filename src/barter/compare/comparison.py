@@ -123,7 +123,7 @@ class Comparison:
 
     @classmethod
     def plan(cls, folder: Path, request: ComparisonSpec) -> tuple[Comparison, list[RunJob]]:
-        """Plan a comparison in a folder; return it and the requested runs, finished or not.
+        """Plan a comparison in a folder; return it and requested runs, finished or not.
 
         The plan is written to the folder; nothing is run. An existing comparison in the folder is
         continued; new variants and seeds are added.
@@ -223,7 +223,7 @@ class Comparison:
         replace_text(self.folder / PLAN, tomli_w.dumps(plan))
 
     def run(self, name: str, seed: int) -> Path:
-        """Return the folder of the run of a variant with a seed, which need not exist yet.
+        """Return the folder of a variant's run with a seed, which need not exist yet.
 
         Raises:
             KeyError: There is no such variant.
@@ -372,7 +372,7 @@ def cost_positions(results: Results) -> dict[str, tuple[dict[str, dict[int, floa
 def _as_drawn(
     curves: Mapping[str, Mapping[int, Curve]], metric: str
 ) -> dict[str, dict[int, Curve]]:
-    """Return curves in the unit of `curve_label`: percent for shares, otherwise unchanged."""
+    """Return curves in the unit of `curve_label`: percent for shares, else unchanged."""
     factor = 100 if is_share(metric) else 1
     return {
         name: {

@@ -71,7 +71,9 @@ class Launcher:
     _unread: bytes = b""
 
     def start(self, arguments: Sequence[str], log: Path) -> Launched:
-        """Start `barter ARGUMENTS` with its output appended to the log; return when it has a pid.
+        """Start `barter ARGUMENTS`, and return when it has a pid.
+
+        Its output is appended to the log.
 
         Raises:
             BarterError: The job server ended before the run had started.

@@ -19,7 +19,7 @@ Batch: TypeAlias = "Tensor | tuple[Batch, ...] | None"
 
 
 def flatten(batch: Sequence[Batch]) -> list[Tensor]:
-    """Return the tensors of a batch in their order, those of nested tuples too, without None.
+    """Return a batch's tensors in order, those of nested tuples too, without None.
 
     Raises:
         TypeError: If it holds anything but tensors, None and tuples of them.
@@ -52,10 +52,10 @@ def shape_key(batch: Sequence[Batch]) -> Hashable:
 
 
 def refill(batch: Sequence[Batch], tensors: Iterable[Tensor]) -> list[Batch]:
-    """Return a batch of the same structure with other tensors; the given batch is not changed.
+    """Return a batch of the same structure with other tensors.
 
     Args:
-        batch: The batch whose structure is used.
+        batch: The batch whose structure is used; it is not changed.
         tensors: The new tensors, in the order of `flatten`; None stays None.
     """
     remaining = iter(tensors)

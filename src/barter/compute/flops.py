@@ -40,7 +40,7 @@ def _sum_of_product(added: Tensor, matrix: Tensor, *rest: Any, **options: Any) -
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> int:
-    """Count the two products of attention: queries with keys, and weights with values."""
+    """Count attention's two products: queries with keys, and weights with values."""
     *batch, n_queries, width = query.shape
     n_keys = key.shape[-2]
     return 2 * math.prod(batch) * n_queries * n_keys * (width + value.shape[-1])
@@ -144,7 +144,7 @@ def count_flops() -> Iterator[FlopCount]:
 
 @contextmanager
 def set_aside() -> Iterator[FlopCount]:
-    """Leave the operations of the block out of the current count, such as those of an evaluation.
+    """Leave the block's operations, such as an evaluation, out of the current count.
 
     Yields:
         The operations of the block; 0 if this thread counts none.
@@ -173,11 +173,11 @@ def add_flops(n: int) -> None:
 
 
 def mark_padding(weight: Tensor, used: int, total: int) -> Tensor:
-    """Mark a convolution's weight of which `used` in `total` values are not padding; return it.
+    """Mark a convolution's weight as padded, and return it.
 
-    Its operations then count used / total of their number, so that a layer counts the same, whether
-    or not it is computed with a padded kernel. The mark is an attribute of this tensor; copies do
-    not have it.
+    `used` in `total` of its values are not padding. Its operations then count used / total of their
+    number, so that a layer counts the same, whether or not it is computed with a padded kernel. The
+    mark is an attribute of this tensor; copies do not have it.
     """
     setattr(weight, PADDING, (used, total))
     return weight

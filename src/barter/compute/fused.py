@@ -32,7 +32,7 @@ class FusedNorm(nn.BatchNorm2d):
     arrived: Tensor | None = None  # counters of the kernels, zero between any two calls
 
     def forward(self, x: Tensor, added: Tensor | None = None, act: Activation = NONE) -> Tensor:
-        """Return act(norm(x) + added), by the kernels where they support it, else by torch.
+        """Return act(norm(x) + added), by the kernels if they support it, else by torch.
 
         In training mode, running statistics are updated as by `nn.BatchNorm2d`.
 
@@ -241,7 +241,7 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def fuse(module: M) -> M:
-    """Replace the classes of a module's layers by faster ones where there are any; return it.
+    """Replace the classes of a module's layers by faster ones, if any; return it.
 
     The module is changed in place; its parameters stay the same objects. The fused kernels run for
     inputs on the device that the module is on now; elsewhere, as on the CPU, the layers compute as

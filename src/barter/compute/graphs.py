@@ -193,7 +193,10 @@ def _unfit(part: nn.Module) -> bool:
 
 
 def has_hooks(*layers: nn.Module) -> bool:
-    """Return whether any of these layers has forward or backward hooks; submodules do not count."""
+    """Return whether any of these layers has forward or backward hooks.
+
+    Hooks of submodules do not count.
+    """
     kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
     return any(getattr(layer, kind) for layer in layers for kind in kinds)
 
@@ -320,7 +323,7 @@ def _flat(items: Sequence[Any]) -> Iterator[Any]:
 
 
 def modules_of(contents: Sequence[Any]) -> list[nn.Module]:
-    """Return the modules among some items, in order; a module may occur several times."""
+    """Return the modules among items, in order; a module may occur several times."""
     return [item for item in contents if isinstance(item, nn.Module)]
 
 

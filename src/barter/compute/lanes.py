@@ -141,7 +141,7 @@ class Lane:
         default.graphsafe_set_state(self.generator.graphsafe_get_state())
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Wait until the device has reached this event, and let other lanes run meanwhile.
+        """Wait until the device has reached this event; let other lanes run meanwhile.
 
         Random states are the same afterwards as before. Outside of `take_turns`, the thread just
         waits.
@@ -188,7 +188,7 @@ class Lane:
         return _cached(self.trainers, key, make)
 
     def forward(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-        """Return the cached forward pass of this key, made if there is none; as `trainer`."""
+        """Return the key's cached forward pass, made if there is none; as `trainer`."""
         return _cached(self.forwards, key, make)
 
     def keep(self, name: Hashable, module: nn.Module) -> None:
@@ -238,7 +238,7 @@ def footprint(module: nn.Module) -> int:
 
 
 def current_lane() -> Lane | None:
-    """Return the lane that this thread computes on; None outside of a lane, as on the CPU."""
+    """Return the lane this thread computes on; None outside of a lane, as on the CPU."""
     return getattr(_here, "lane", None)
 
 

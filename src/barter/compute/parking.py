@@ -23,7 +23,7 @@ class Guest(Protocol):
     device: torch.device
 
     def move(self, device: torch.device) -> None:
-        """Move its tensors to a device; `device`, the place where it works, stays the same."""
+        """Move its tensors to a device; `device`, where it works, stays the same."""
 
     def footprint(self) -> int:
         """Return the number of bytes of all tensors."""

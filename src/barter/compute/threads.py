@@ -24,7 +24,7 @@ STAT = Path("/proc/stat")
 
 
 def free_cores() -> int:
-    """Return the number of idle cores, or torch's number of threads if OMP_NUM_THREADS is set.
+    """Return the number of idle cores, or torch's threads if OMP_NUM_THREADS is set.
 
     It is rounded, at most torch's number of threads and the container's quota, and at least 1.
     Measuring takes 0.2 seconds.
@@ -37,7 +37,7 @@ def free_cores() -> int:
 
 @contextmanager
 def limit_threads(threads: int | None) -> Iterator[None]:
-    """Let torch use this number of CPU threads inside the block; None leaves it unchanged."""
+    """Let torch use this number of CPU threads in the block; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -61,9 +61,10 @@ def _allowance() -> float:
 
 
 def _idle() -> float:
-    """Return how many of the cores that this process may use are idle, on average over 0.2 seconds.
+    """Return how many of the cores that this process may use are idle.
 
-    Without /proc/stat it is the number of all cores minus the load average, which may be negative.
+    It is the average over 0.2 seconds. Without /proc/stat it is the number of all cores minus the
+    load average, which may be negative.
     """
     if not STAT.is_file():
         return (os.cpu_count() or 1) - os.getloadavg()[0]

@@ -243,7 +243,7 @@ class Trainer(Graphs):
         return self.take(loss, batch)
 
     def eager(self, work: Callable[..., Any], batch: Sequence[Batch]) -> Any:
-        """Take an optimizer step without a graph, and return the detached values of the loss."""
+        """Take an optimizer step without a graph; return the loss's detached values."""
         self.tidy()
         with precision.autocast(self._device(batch)):
             values = work(*batch)

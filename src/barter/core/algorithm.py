@@ -252,7 +252,7 @@ class Algorithm(Generic[S, C]):
     def remaining(
         self, method: str, earlier: tuple[Any, ...], later: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
-        """Return what is left of a call of a `deferrable` method that a later call follows.
+        """Return what is left of a `deferrable` method's call that a later call follows.
 
         Args:
             method: The method.

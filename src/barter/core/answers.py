@@ -110,7 +110,7 @@ class Known:
     tables: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def network(self, whose: str, *, parameters_only: bool = False) -> Shapes:
-        """Return shape and dtype of each of a network's weights, by name; empty if unknown.
+        """Return shape and dtype of each weight of a network, by name; empty if unknown.
 
         Args:
             whose: "client" or "server".
@@ -725,7 +725,7 @@ class _ByteLimit:
     known: Known
 
     def of(self, schema: Schema, sizes: Sizes) -> int | None:
-        """Return the most bytes that a value with this schema can have; None if unbounded.
+        """Return the most bytes a value with this schema can have; None if unbounded.
 
         A part whose `When` does not hold has 0 bytes; a number or string counts 200; a union counts
         as its largest member. Lists and dicts of any length are bounded only by `Room`.
@@ -864,7 +864,7 @@ def _require_keys(tree: Payload, schema: Schema, kind: type, path: str) -> None:
 
 
 def _require_word(word: str, path: str) -> None:
-    """Raise PayloadError if a string has more than 200 characters or unprintable ones."""
+    """Raise PayloadError if a string has over 200 characters or unprintable ones."""
     if len(word) > WORD or not word.isprintable():
         raise PayloadError(
             f"{path} is {word[:20]!r}..., expected a string of at most {WORD} printable characters"

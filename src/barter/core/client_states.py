@@ -59,7 +59,7 @@ class StoredAttribute:
 
 
 class LazyClient(Client):
-    """Client whose network is built when it is first used, and which can be put to rest.
+    """Client whose network is built on first use, and which can be put to rest.
 
     Use `lazy_class` to make a subclass of an algorithm's own client class.
     """
@@ -133,7 +133,7 @@ class LazyClient(Client):
         return {**values, RELEASED: {}}
 
     def _build(self) -> Classifier:
-        """Return a new initial network, with the modes that the client's network last had."""
+        """Return a new initial network with the modes that the client's network last had."""
         network = copy.deepcopy(self._initial)
         if self._flags is not None:
             modes, trained = self._flags
@@ -156,7 +156,7 @@ class LazyClient(Client):
         return self.initial_memory() if stored is None else dict(stored)
 
     def initial_memory(self) -> dict[str, Payload]:
-        """Return the client's state before round 1: defaults, and the weights of the initial model.
+        """Return the client's state before round 1: defaults and initial model weights.
 
         The weights are not copied. What was released is not part of it.
         """
@@ -246,7 +246,7 @@ class ClientStates:
 
     @contextmanager
     def using(self, client: Client, *, changes: bool) -> Iterator[None]:
-        """Keep a client in memory inside the block; then put others to rest if there is no room.
+        """Keep a client in memory in the block; then put others to rest if room is short.
 
         Args:
             client: The client.
@@ -263,7 +263,7 @@ class ClientStates:
             self.make_room(client)
 
     def make_room(self, last: Client) -> None:
-        """Put clients to rest, least recently used first, while they take more than the limit.
+        """Put clients to rest, least recently used first, while they exceed the limit.
 
         Clients inside of a `using` block stay in memory.
 
@@ -286,7 +286,7 @@ class ClientStates:
             self.rest(client)
 
     def rest(self, client: LazyClient) -> None:
-        """Put a client to rest and call `on_rest`; its state is written if it has changed."""
+        """Put a client to rest and call `on_rest`; write its state if it has changed."""
         if not client.is_resting:
             state = client.memory()
             if client.id in self._changed or not self._is_stored(client, state):
@@ -298,13 +298,13 @@ class ClientStates:
         self.awake.pop(client.id, None)
 
     def _is_stored(self, client: LazyClient, state: Payload) -> bool:
-        """Return whether a state is the stored one or, if none is stored, the initial one."""
+        """Return whether a state is the stored one or, if there is none, the initial one."""
         stored = self.store.read(client.id)
         return _is_same(client.initial_memory() if stored is None else stored, state)
 
 
 def _is_same(one: Payload, other: Payload) -> bool:
-    """Return whether two payloads have the same paths of leaves and bitwise equal values.
+    """Return whether two payloads have the same leaf paths and bitwise equal values.
 
     Lists equal tuples, and empty containers each other: they have the same leaves.
     """

@@ -186,7 +186,7 @@ class EncodedTensor:
         return coded
 
     def _require_sizes(self, path: str) -> None:
-        """Raise PayloadError if data or scales do not have the sizes that the shape implies."""
+        """Raise PayloadError if data or scales lack the sizes that the shape implies."""
         is_image = self.encoding in IMAGE_ENCODINGS
         if is_image:
             holds = len(self.shape) == 4 and self.shape[1] in (1, 3)
@@ -208,7 +208,7 @@ class EncodedTensor:
             _require(found_bytes == expected, path, f"{found_bytes} bytes instead of {expected}")
 
     def _level_bytes(self) -> int:
-        """Return the bytes that the levels have before compression, by encoding and shape."""
+        """Return the bytes of the levels before compression, by encoding and shape."""
         numel = math.prod(self.shape)
         if self.encoding in ("half", "bfloat16"):
             return 2 * numel
@@ -390,7 +390,7 @@ def _to_int8(matrix: Tensor, signed: bool, noise: torch.Generator | None) -> tup
 
 
 def _to_int4(matrix: Tensor, signed: bool, noise: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Return levels of square roots, two in a byte, and the largest magnitude of each row.
+    """Return levels of square roots, two per byte, and each row's largest magnitude.
 
     Levels are from -7 to 7, stored as 0 to 14, if `signed`; otherwise from 0 to 15.
     """
@@ -414,7 +414,7 @@ def _round(values: Tensor, noise: torch.Generator | None) -> Tensor:
 
 
 def _round_roots(roots: Tensor, noise: torch.Generator | None) -> Tensor:
-    """Round to the nearest integer, or at random so that the squares have the right mean."""
+    """Round to the nearest integer, or at random so that squares have the right mean."""
     if noise is None:
         return roots.round()
     lower = roots.floor()
@@ -457,7 +457,7 @@ def _from_bytes(data: bytes) -> Tensor:
 
 
 def _deflate(coded: EncodedTensor) -> EncodedTensor:
-    """Compress levels by zlib, or return them unchanged if that saves less than a twentieth.
+    """Compress levels by zlib, or return them unchanged if that saves under 5 %.
 
     All first bytes of half-precision numbers come before all second ones, since only those with
     the exponents have frequent values. Levels have no patterns that repeat, only frequent and
@@ -493,7 +493,7 @@ def _inflate(data: Tensor, size: int, path: str) -> Tensor:
 
 
 def _sheet_sizes(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (width, height) of each sheet that holds images of this shape (n, C, H, W)."""
+    """Return (width, height) of each sheet that holds images of shape (n, C, H, W)."""
     images, _, height, width = shape
     columns = max(1, SHEET_SIDE // width)
     per_sheet = columns * max(1, SHEET_SIDE // height)

@@ -199,7 +199,7 @@ class SharedImages(Images):
         return SharedImages(self._source.to(device), index, self.augment)
 
     def __getattr__(self, name: str) -> Any:
-        """Gather pixels or labels when they are first read, and keep them until `release`."""
+        """Gather pixels or labels when they are first read; keep them until `release`."""
         if name not in ("pixels", "labels"):
             raise AttributeError(name)
         gathered = getattr(self._source, name)[self.index]
@@ -207,7 +207,7 @@ class SharedImages(Images):
         return gathered
 
     def release(self) -> None:
-        """Drop gathered pixels, labels and computed indices; the next use makes them again."""
+        """Drop gathered pixels, labels and computed indices; the next use remakes them."""
         for name in ("pixels", "labels", "_index"):
             self.__dict__.pop(name, None)
 

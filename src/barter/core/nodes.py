@@ -108,7 +108,7 @@ class Node:
 
     @classmethod
     def memory_names(cls) -> list[str]:
-        """Return the names of the attributes that a client or server keeps between rounds.
+        """Return the names of attributes that a client or server keeps between rounds.
 
         They are the attributes that an algorithm annotates in its subclasses of Client and Server,
         base classes first. The model is not among them; `memory` adds it.
@@ -144,7 +144,7 @@ class Node:
         ]
 
     def move(self, device: torch.device) -> None:
-        """Move the model and the memory of this node to a device; images and `device` stay."""
+        """Move this node's model and memory to a device; images and `device` stay."""
         if self.model_or_none is not None:
             self.model_or_none.to(device)
         for name in self.memory_names():
@@ -287,5 +287,5 @@ class Server(Node):
 
 
 def as_numbers(report: Mapping[str, Any]) -> dict[str, float]:
-    """Convert a report's values, numbers or tensors of one number, to floats for JSON."""
+    """Convert a report's values, numbers or one-number tensors, to floats for JSON."""
     return {name: float(value) for name, value in report.items()}

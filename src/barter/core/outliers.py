@@ -151,7 +151,7 @@ def probe(network: Classifier, weights: State, spec: Spec) -> Tensor:
 
 
 def find_large_logits(peaks: Mapping[int, float], initial: Mapping[int, float]) -> dict[int, str]:
-    """Return the clients whose network's logits are far larger than usual, with reasons.
+    """Return clients whose network's logits are far larger than usual, with reasons.
 
     A finite peak is too large above 100 times its reference: the largest of 10, the client's
     initial peak, and the lower median of the other clients' finite peaks. If no other client has a

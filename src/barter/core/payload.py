@@ -148,7 +148,7 @@ def nbytes(tree: Payload) -> int:
 
 
 def to_floats(values: Sequence[Tensor]) -> list[float]:
-    """Convert tensors without axes to floats, in order; wait for each device only once."""
+    """Convert tensors without axes to floats, in order; wait once for each device."""
     # Tensors are stacked by device and dtype, then read together.
     groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, value in enumerate(values):

@@ -94,7 +94,7 @@ class Round:
         return sum(values.values()) / len(values) if values else None
 
     def traffic(self, direction: str) -> int:
-        """Return the bytes of all clients and methods together; evaluation does not count.
+        """Return the sum of bytes of all clients and methods, without evaluation.
 
         Args:
             direction: "up" to the server or "down" to the clients.
@@ -103,7 +103,7 @@ class Round:
 
     @property
     def simulated_seconds(self) -> float | None:
-        """Return how long the round takes in the simulated network; None if there is none."""
+        """Return how long the round takes in the simulated network; None without one."""
         return self.simulated.get("round")
 
     def scalars(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Robust aggregation: combine clients' answers so that a minority cannot move the result far.
+"""Robust aggregation of clients' answers: a minority cannot move the result far.
 
 The run's configuration names one defence (`robust`) and the assumed share of adversarial clients
 (`robust_share`). `Experiment` activates it with `using` for the rounds of a run. The ops that
@@ -83,7 +83,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True)
 class Defence:
-    """A rule of aggregation, and the share of clients that it assumes to be adversarial.
+    """A rule of aggregation, and the share of clients assumed to be adversarial.
 
     >>> import torch
     >>> from barter.core.robust import Defence
@@ -100,7 +100,7 @@ class Defence:
         return RECOMMENDED[kind] if self.rule == "auto" else self.rule
 
     def defends(self, kind: Aggregate) -> bool:
-        """Return whether aggregates of this kind are computed by a rule other than "none"."""
+        """Return whether a rule other than "none" computes aggregates of this kind."""
         return self.rule_for(kind) != "none"
 
     def keeps_weights(self, kind: Aggregate) -> bool:
@@ -190,7 +190,7 @@ class Defence:
         weights: Sequence[Tensor],
         centres: Sequence[Tensor],
     ) -> Tensor:
-        """Return one weight per client (clients,), by Krum, multi-Krum or the geometric median.
+        """Return a weight per client (clients,) by Krum, multi-Krum or geometric median.
 
         By Krum the client of the lowest score has weight 1 and all others 0; by multi-Krum the n -
         f lowest have 1, with f of `adversary_count`. Ties go to the client that comes first. The
@@ -228,7 +228,7 @@ class Defence:
         by: CosineBasis,
         agreement: Tensor | None = None,
     ) -> Tensor:
-        """Return for each client (clients,) whether its answer counts by the rule "cosine".
+        """Return for each client (clients,) whether its answer counts by rule "cosine".
 
         It does if it points where those of the others do. A client is left out if its norm exceeds
         three times the median norm, or if its cosine similarity (`similarities`) is low in
@@ -275,7 +275,7 @@ class Defence:
     def agreeing_predictions(
         self, blocks: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> Tensor:
-        """Return for each client (clients,) whether its predictions agree with the others'.
+        """Return for each client (clients,) whether its predictions agree with others'.
 
         They do by `agreeing` on "prediction", after the mean over classes was subtracted.
 
@@ -294,7 +294,7 @@ class Defence:
         weights: Sequence[Tensor] | None = None,
         kind: Aggregate = "sets",
     ) -> Tensor:
-        """Return for each client (clients,) whether its set counts, by the sets' summaries.
+        """Return for each client (clients,) whether its set counts, by sets' summaries.
 
         Krum and multi-Krum leave out the `adversary_count` clients with the highest scores, and
         "cosine" those that `agreeing` by "content" finds. The other robust rules leave out clients
@@ -352,7 +352,7 @@ def _mean(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort each entry over clients; return values, and the mass up to and before each of them.
+    """Sort each entry over clients; return values and the mass up to and before each.
 
     Masses are shares of an entry's total weight. Values without weight come first, so that they
     take part in nothing.
@@ -367,7 +367,7 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def median(rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the (weighted) median of each entry over clients (Yin et al., ICML 2018).
+    """Return each entry's (weighted) median over clients (Yin et al., ICML 2018).
 
     Half of the weight lies on either side. Of several values with this property it is the mean, as
     of the two middle values of an even number of rows. Entries without any weight are 0.
@@ -384,7 +384,7 @@ def median(rows: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def trimmed_mean(rows: Tensor, weights: Tensor | None, share: float) -> Tensor:
-    """Return the mean of each entry without the lowest and the highest share of its weight.
+    """Return each entry's mean without the lowest and highest share of its weight.
 
     The trimmed mean of Yin et al., ICML 2018.
 
@@ -495,7 +495,7 @@ def _without_image_mean(rows: Tensor) -> Tensor:
 
 
 def class_agreement(vectors: Tensor, held: Tensor) -> Tensor:
-    """Return how far clients agree about which class is which, from their class vectors.
+    """Return how far clients agree which class is which, from their class vectors.
 
     Client k is compared with every other client j, in the classes that both have; each one's mean
     vector over these classes is subtracted first. For a pair, d is the mean over the common classes
@@ -546,12 +546,12 @@ def _unit_rows(rows: Tensor) -> Tensor:
 
 
 def krum_scores(squared: Tensor, adversaries: int) -> Tensor:
-    """Return each client's Krum score: the sum of its smallest squared distances to others.
+    """Return each client's Krum score, the sum of its smallest squared distances.
 
     Args:
         squared: Squared distances of every two clients, infinite for a client and itself.
-        adversaries: f, the assumed number of adversarial clients. n - f - 2 distances count, at
-            least one and at most n - 1.
+        adversaries: f, the assumed number of adversarial clients. n - f - 2 distances to
+            others count, at least one and at most n - 1.
 
     Returns:
         One score per client, lower for better ones; 0 for a single client.
@@ -566,7 +566,7 @@ def krum_scores(squared: Tensor, adversaries: int) -> Tensor:
 def clip_factors(
     blocks: Sequence[Tensor], weights: Sequence[Tensor], centres: Sequence[Tensor]
 ) -> Tensor:
-    """Return the factor by which each client's difference from the centre is scaled down.
+    """Return the factor that scales down each client's difference from the centre.
 
     Differences are clipped to the median of all clients' `distances` from the centre: the factor is
     median / own distance, at most 1. The arguments are those of `distances`.
@@ -615,7 +615,7 @@ def active() -> Defence:
 
 @contextmanager
 def using(defence: Defence) -> Iterator[None]:
-    """Make a defence the process's active one inside the block, then restore the former."""
+    """Make a defence the process's active one in the block, then restore the former."""
     global _active
     before = _active
     _active = defence

@@ -88,7 +88,7 @@ class Schema:
         return bool(getattr(algorithm, self.when, True)) if self.when else None
 
     def children(self) -> tuple[Schema, ...]:
-        """Return the schemas directly inside of this one, such as those of a record's keys."""
+        """Return the schemas directly inside this one, such as those of a record's keys."""
         return ()
 
     def walk(self) -> Iterator[Schema]:

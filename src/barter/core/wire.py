@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class Wire:
-    """The path of all payloads: encodes and isolates them, counts bytes, checks downloads.
+    """The path of all payloads between server and clients.
 
-    Downloads are checked for NaN and infinity. Uploads are checked against contracts instead, see
-    `core/answers.py`.
+    It encodes and isolates payloads, counts their bytes, and checks downloads for NaN and infinity.
+    Uploads are checked against contracts instead, see `core/answers.py`.
 
     In one process, `carry` returns what the receiver decodes. Between processes, one side calls
     `encode` and the other `decode`. Bytes are counted as they are sent.
@@ -113,7 +113,9 @@ class Wire:
         return sent
 
     def decode(self, tree: Payload, method: str, most: int | None) -> tuple[Payload, int]:
-        """Return an answer of another process, decoded, and its encoded size; counts nothing.
+        """Return an answer of another process, decoded, and its encoded size.
+
+        Bytes are not counted.
 
         Args:
             tree: The answer as it was received, untrusted.
@@ -153,7 +155,7 @@ class Wire:
         return counts
 
     def _require_finite(self, tree: object, method: str) -> None:
-        """Raise PayloadError if a payload holds NaN or infinity and its method does not allow it."""
+        """Raise PayloadError if a payload holds NaN or infinity that its method forbids."""
         if method in self.may_be_infinite:
             return
         for path in infinite_leaves(tree, method):

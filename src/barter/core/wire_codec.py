@@ -137,7 +137,7 @@ class WireCodec:
         rows: RowAxis,
         place: tuple[str, Direction, int, str],
     ) -> EncodedTensor | None:
-        """Encode a tensor, or return its code if it was sent to another client in this call."""
+        """Encode a tensor, or return its code if sent to another client in this call."""
         method, direction, client, path = place
         noise: torch.Generator | None = None
         if self.settings.rounding == "stochastic":
@@ -230,7 +230,10 @@ def _walk(
 
 
 def _kind_of(tensor: Tensor, schema: TensorSchema) -> ContentKind:
-    """Return the kind of a tensor by its annotation; without one, bytes are images if they can be."""
+    """Return a tensor's kind by its annotation.
+
+    Without an annotation, bytes are images if they can be (`is_image_batch`).
+    """
     if schema.values is None and tensor.dtype == torch.uint8 and is_image_batch(tensor):
         return "images"
     return kind_of_tensor(schema)
@@ -243,7 +246,7 @@ def _map_coded(
     path: str,
     depth: int = 0,
 ) -> Payload:
-    """Return a payload with functions applied to its coded tensors and to its other leaves."""
+    """Return a payload with functions applied to coded tensors and to other leaves."""
     if depth > DEPTH:
         raise PayloadError(f"a payload is nested more than {DEPTH} deep")
     if isinstance(tree, dict):
@@ -262,12 +265,12 @@ def _map_coded(
 
 
 def encoded_nbytes(tree: Payload, path: str = "payload") -> int:
-    """Return the size in bytes of a payload that may have coded tensors, as it is sent."""
+    """Return a payload's size in bytes as it is sent; it may have coded tensors."""
     return _sum_nbytes(tree, lambda code: code.nbytes, path)
 
 
 def decoded_nbytes(tree: Payload, path: str = "payload") -> int:
-    """Return the size in bytes that a payload will have when it is decoded; decodes nothing.
+    """Return a payload's size in bytes when decoded, without decoding it.
 
     Raises:
         PayloadError: If a coded tensor is malformed.
@@ -276,7 +279,7 @@ def decoded_nbytes(tree: Payload, path: str = "payload") -> int:
 
 
 def _sum_nbytes(tree: Payload, size: Callable[[EncodedTensor], int], path: str) -> int:
-    """Return the size in bytes of all leaves of a payload, of coded tensors by `size`."""
+    """Return the size in bytes of a payload's leaves, of coded tensors by `size`."""
     sizes: list[int] = []
     _map_coded(
         tree,

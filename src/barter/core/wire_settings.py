@@ -1,4 +1,4 @@
-"""The `[wire]` table of a configuration: which encoding each field of a payload has.
+"""The `[wire]` table of a configuration: the encoding of each payload field.
 
 A field is named by its path in the types of a remote method: `learn.embeddings` for a key of the
 answer, `client_update` for an answer that is a single part, `client_update.w` for the argument `w`.
@@ -80,7 +80,7 @@ VECTOR_AXES = frozenset({"features", "code_dim", "vector"})
 
 @dataclass(frozen=True, kw_only=True)
 class WireSettings:
-    """The table [wire] of a configuration: encodings of payloads between server and clients."""
+    """Configuration table [wire]: encodings of payloads between server and clients."""
 
     # encodings of all fields: exact sends values as they are, lean loses hardly anything, small
     # sends the fewest bytes; auto is lean on Flower and over a simulated network, else exact
@@ -156,7 +156,7 @@ class WireSettings:
         return PROFILES[self._settled_profile].get(kind, "exact")
 
     def require(self, algorithm: Any) -> None:
-        """Raise ConfigError if `fields` names a field that the algorithm does not send or encode."""
+        """Raise ConfigError if the algorithm does not send or encode a field of `fields`."""
         found = list_fields(algorithm)
         kinds = {kind for kind in get_args(ContentKind) if kind != "exact"}
         paths = {row.path for row in found if row.kind != "exact"}
@@ -237,7 +237,7 @@ def _static_fields(
 
 
 def kind_of_tensor(schema: TensorSchema) -> ContentKind:
-    """Return the kind of a tensor, by its declared dtype and the name of its last axis."""
+    """Return a tensor's kind, by its declared dtype and the name of its last axis."""
     declared: Floats | None = schema.values
     if declared is None:
         return "values"

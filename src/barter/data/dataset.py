@@ -135,7 +135,7 @@ def _as_tensor(given: Any) -> Tensor:
 
 
 def test_mask(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a mask, true for samples to hold out for testing: every fifth of each group.
+    """Return a mask, true for test samples: every fifth of each group is held out.
 
     The first of each group is held out, then the sixth, and so on; a group of one sample is held
     out.

@@ -41,7 +41,7 @@ class Partition:
     def split(
         self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
     ) -> list[Indices]:
-        """Return the indices of each client's samples, in any order; subclasses implement this.
+        """Return each client's sample indices, in any order; subclasses implement this.
 
         A sample is given to one client or to none. Callers use `__call__`, which checks the result.
 

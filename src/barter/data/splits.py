@@ -74,10 +74,10 @@ def clients_in(path: Path) -> int:
 
 
 def read_split(path: Path, name: str) -> Dataset:
-    """Load data with one file per client; every client is a domain with its own test set.
+    """Load data stored by client; every client is a domain with its own test set.
 
     Args:
-        path: The folder with train/, test/ and maybe test.npz.
+        path: The folder with one file per client in train/ and in test/, and maybe test.npz.
         name: The name of the data set.
 
     Raises:

@@ -156,7 +156,7 @@ class Task:
         return line
 
     def class_table(self) -> Tensor:
-        """Return the numbers of training images (clients, classes), without validation images."""
+        """Return numbers of training, not validation, images (clients, classes)."""
         return torch.stack([images.class_counts().cpu() for images in self.train])
 
 
@@ -335,7 +335,7 @@ def _together(parts: Sequence[Images], spec: Spec) -> Images:
 
 
 def validation_size(images: int, share: float, owner: str) -> int:
-    """Return how many training images a client holds out for validation: share * images, rounded.
+    """Return a client's number of validation images: share * images, rounded.
 
     At least one image is held out, and at least one remains for training.
 
@@ -429,7 +429,7 @@ def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
 
 
 def overlap_note(count: int) -> str:
-    """Return text for messages that this number of public images are training images too."""
+    """Return text for messages: this number of public images are training images too."""
     verb = "image is a training image" if count == 1 else "images are training images"
     return f"{count:,} public {verb} too"
 
@@ -507,10 +507,10 @@ def _local_test(
     seed: int,
     client: int,
 ) -> Tensor:
-    """Sample the largest local test set with the client's distribution of classes and domains.
+    """Sample the largest local test set with the client's distribution.
 
-    The distribution is that of its training and validation images. `_require_tests` must have
-    passed.
+    The distribution is that of classes and domains in its training and validation images.
+    `_require_tests` must have passed.
 
     Args:
         dataset: The data of all clients.

@@ -111,12 +111,12 @@ def choose(adversaries: Adversaries, clients: int, seed: int) -> tuple[int, ...]
 
 
 def flip_labels(data: Images) -> Images:
-    """Return new images with each label y replaced by classes - 1 - y; pixels are shared."""
+    """Return images with each label y replaced by classes - 1 - y; pixels are shared."""
     return Images(data.pixels, data.spec.classes - 1 - data.labels, data.spec, data.augment)
 
 
 def uploads(algorithm: Algorithm[Any, Any]) -> set[Part]:
-    """Return the kinds of parts in clients' answers: weights, logits, features, images.
+    """Return kinds of parts in clients' answers: weights, logits, features, images.
 
     They follow from the methods' return types. All methods of `crosses` count, also those that a
     configuration does not call.
@@ -208,7 +208,7 @@ def _start(name: str, value: Tensor, references: list[State]) -> Tensor:
 
 
 def states_in(tree: Payload) -> Iterator[State]:
-    """Yield a copy of each non-empty dict in a payload that holds tensors only, in order."""
+    """Yield copies of a payload's non-empty dicts of tensors only, in order."""
     if isinstance(tree, Mapping):
         if tree and all(isinstance(value, Tensor) for value in tree.values()):
             yield dict(tree)

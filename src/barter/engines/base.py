@@ -158,7 +158,7 @@ class BaseEngine:
         return {k: min(claimed[k], most) for k in clients}
 
     def cap_counts(self, answer: Payload, method: str, client: int, claims: Set[str]) -> Payload:
-        """Scale down an answer's image counts if the client's number of images was capped.
+        """Scale an answer's image counts down if the client's number of images is capped.
 
         Counts are multiplied by capped / claimed number of images (`image_counts`) and rounded up.
         Without a cap the answer is returned as it is, otherwise a changed copy.
@@ -288,7 +288,7 @@ class BaseEngine:
         sent: tuple[Any, ...],
         size: int | None = None,
     ) -> Payload:
-        """Check a decoded answer, count its bytes, and return a copy that shares no memory.
+        """Check a decoded answer, count its bytes; return a copy that shares no memory.
 
         Image counts are capped, see `cap_counts`. Released parts must have been counted before. The
         engine of a single site has no server: there the answer passes and is checked by the server
@@ -427,7 +427,7 @@ class BaseEngine:
         counts |= {part: counts.get(part, 0) + 1 for part in parts}
 
     def parts(self, method: str, answer: Payload) -> list[str]:
-        """Return the names of the parts of an answer that a client releases by sending it.
+        """Return the names of an answer's parts that a client releases by sending it.
 
         They are those of `nonempty_parts`, or the test results of an evaluation. An evaluation
         without any releases nothing: it reports the privacy spent only.
@@ -437,7 +437,7 @@ class BaseEngine:
         return nonempty_parts(self.algorithm, method, answer)
 
     def record_epsilon(self, client: int, epsilon: object) -> None:
-        """Record the ε that a client reports for all its releases; the largest one counts.
+        """Record the ε that a client reports for all its releases; the largest counts.
 
         Values that are negative, NaN or no numbers are ignored; infinity is not.
         """
@@ -495,7 +495,7 @@ class BaseEngine:
         return torch.Generator().manual_seed(seeds.stream_seed(self.seed, self.round, name))
 
     def count_call(self, method: str, client: int) -> int:
-        """Count a client's call of a method; return the number of earlier ones this round.
+        """Count a client's call of a method; return the round's number of earlier ones.
 
         The number is part of the random stream's name, so that repeated calls draw anew.
         """
@@ -512,7 +512,7 @@ class BaseEngine:
         return self._calls
 
     def repeat(self, method: str, client: int, before: int) -> None:
-        """Set the number of a client's earlier calls of a method in this round to `before`.
+        """Set a client's number of earlier calls of a method in this round to `before`.
 
         The next call then draws from the random stream of the one that `count_call` returned
         `before` for.

@@ -153,7 +153,7 @@ class Worker:
         os.kill(self.pid, signal.SIGKILL)
 
     def bury(self) -> int:
-        """Close pipes and result, wait for the process to end, and return its wait status.
+        """Close pipes and result, wait for the process to end; return its wait status.
 
         It does not end the process: `dismiss` or a kill must come first.
         """
