@@ -174,7 +174,7 @@ class Experiment:
 
     @classmethod
     def restore(cls, run: Path, *, unlimited: bool = False, trust: bool = False) -> Experiment:
-        """Restore a run after its last finished round, on the CPU and for inspection only.
+        """Restore a run after its last finished round, on the CPU, for inspection only.
 
         Nothing is written or downloaded; the run's data must be on this machine.
 
@@ -285,7 +285,10 @@ class Experiment:
             self.folder.state(self.privacy().to_json())
 
     def _start_from(self, federation: Federation) -> None:
-        """Start clients whose states are in files from another run; leave no folder on errors."""
+        """Start clients from another run; leave no folder on errors.
+
+        The clients' states are in files.
+        """
         assert self.states is not None
         try:
             start_from(Path(self.config.start), federation)
@@ -296,7 +299,7 @@ class Experiment:
             raise
 
     def _store_states(self, out: Path | None) -> StateFiles | None:
-        """Have clients that do not take part stored in files, if the configuration says so.
+        """Have clients that do not take part stored in files, if configured.
 
         Args:
             out: The run's folder; without one, the files are temporary.
@@ -487,7 +490,7 @@ class Experiment:
         return record
 
     def _rest_clients(self) -> None:
-        """Put all clients to rest at the end of a round, if their states are stored in files."""
+        """Put all clients to rest at a round's end, if their states are stored in files."""
         if self.states is None or not isinstance(self.engine, LocalEngine):
             return
         assert self.engine.states is not None
@@ -550,10 +553,11 @@ class Experiment:
         return "" if self.folder is None else self._command_back(self.folder.path, before, than)
 
     def _command_back(self, path: Path, before: str, than: int) -> str:
-        """Return a clause for messages: `before`, then "`barter resume PATH --round N` goes back".
+        """Return a clause for messages that names the command to go back.
 
-        N is the newest checkpoint before round `than` in the run's folder `path`. Empty if there is
-        none, and on Flower. `self.folder` need not be set, unlike in `_earlier_round`.
+        The clause is `before`, then "`barter resume PATH --round N` goes back". N is the newest
+        checkpoint before round `than` in the run's folder `path`. Empty if there is none, and on
+        Flower. `self.folder` need not be set, unlike in `_earlier_round`.
         """
         if not isinstance(self.engine, LocalEngine):
             return ""
@@ -878,7 +882,7 @@ class Experiment:
                 self.engine.record_epsilon(k, metrics.get(EPSILON))
 
     def _restore_clients(self, state: Payload) -> None:
-        """Restore the clients; those whose state is in a file are read when they are used."""
+        """Restore the clients; those whose state is in a file are read when used."""
         states = state["clients"]
         if isinstance(self.engine, LocalEngine) and "deliveries" in state:
             self.engine.deliveries.recall(state["deliveries"])

@@ -49,7 +49,7 @@ FORK_SECONDS = 0.1  # A shorter call costs less than a process of its own.
 
 
 def device_slot(client: int, devices: int) -> int:
-    """Return the index of a client's device among the run's: its id modulo their number.
+    """Return the index of a client's device: its id modulo the number of devices.
 
     It does not depend on the clients that take part in a round.
     """
@@ -188,7 +188,7 @@ class LocalEngine(BaseEngine):
         self.parking.sizes.pop(client, None)
 
     def _using(self, method: str, client: int) -> AbstractContextManager[None]:
-        """Keep a client in memory inside the block, which runs a method or its consequences."""
+        """Keep a client in memory while the block runs a method or its consequences."""
         if self.states is None:
             return nullcontext()
         changes = method != Algorithm.evaluate.__name__
@@ -217,7 +217,10 @@ class LocalEngine(BaseEngine):
         return super().tests_due(client, method) if self.tested is None else self.tested
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the order in which clients run, here by id; any order gives the same result."""
+        """Return the order in which clients run, here by id.
+
+        Any order gives the same result.
+        """
         return sorted(ids)
 
     def call(
@@ -253,7 +256,7 @@ class LocalEngine(BaseEngine):
     def _call_in_time(
         self, clock: Clock, method: str, args: Mapping[int, tuple[Any, ...]]
     ) -> tuple[dict[int, Any], dict[int, Failure]]:
-        """Run a method on the clients that the simulated network reaches, and add its time.
+        """Run a method on clients that the simulated network reaches, and add its time.
 
         Returns the answers and the failures by client. A client whose answer comes too late is as
         it was before the call, except that what it released stays counted.
@@ -286,7 +289,7 @@ class LocalEngine(BaseEngine):
         return answers, failures
 
     def _bytes(self, method: str, k: int) -> tuple[int, int]:
-        """Return the bytes of a client's calls of a method in this round so far, (down, up)."""
+        """Return the bytes (down, up) of a client's calls of a method so far this round."""
         return self.wire.bytes_of(method, k, "down"), self.wire.bytes_of(method, k, "up")
 
     def _call_all(
@@ -413,7 +416,7 @@ class LocalEngine(BaseEngine):
             return self._call_awake(method, k, args)
 
     def _call_awake(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
-        """Run a client's call as `_call_here` does; the caller keeps the client in memory."""
+        """Run a call as `_call_here` does; the caller keeps the client in memory."""
         received = self.wire.carry(args, method, k, "down", self.clients[k].device)
         start = time.perf_counter()
         try:
@@ -659,7 +662,7 @@ class LocalEngine(BaseEngine):
     def _apply_outcome(
         self, method: str, k: int, args: tuple[Any, ...], outcome: dict[str, Payload]
     ) -> Any:
-        """Do what `_finish_job` does with the outcome of a call whose process did not die.
+        """Do what `_finish_job` does with the outcome of a process that did not die.
 
         The caller keeps the client in memory.
         """

@@ -1,4 +1,4 @@
-"""A simulated network: how long clients' calls would take, and which clients drop out.
+"""A simulated network: how long calls would take, and which clients drop out.
 
 The time of a call follows from the bytes that cross and from the operations that a client computes.
 Neither depends on the machine that runs the simulation. Nothing waits: a simulated hour takes as
@@ -116,7 +116,7 @@ class Network:
             )
 
     def _require_drawable(self, name: str) -> None:
-        """Raise ConfigError if a field is a distribution with values that are not allowed."""
+        """Raise ConfigError if a field is a distribution with forbidden values."""
         value = getattr(self, name)
         if not isinstance(value, str):
             return
@@ -173,7 +173,7 @@ class Network:
             )
 
     def links(self, clients: int, seed: int) -> list[Link]:
-        """Return the link and speed of each client from 0 on, as the run's seed draws them."""
+        """Return each client's link and speed, from 0 on, as the run's seed draws them."""
         down = self.up_mbps if self.down_mbps is None else self.down_mbps
         up_rates = _values(self.up_mbps, "up_mbps", clients, seed)
         down_rates = _values(down, "down_mbps", clients, seed)
@@ -191,7 +191,7 @@ class Network:
 
 
 def _parse(distribution: str) -> tuple[str, float, float]:
-    """Return the kind of a distribution, "uniform" or "lognormal", and its two numbers."""
+    """Return a distribution's kind, "uniform" or "lognormal", and its two numbers."""
     found = DRAW.fullmatch(distribution)
     assert found is not None
     return found[1], float(found[2]), float(found[3])
@@ -235,14 +235,14 @@ class Link:
     speed: float  # Floating-point operations per second.
 
     def seconds(self, work: CallWork) -> float:
-        """Return the seconds from the server's message until the client's answer has arrived."""
+        """Return the seconds from the server's message until the client's answer arrives."""
         transfer = work.down / self.down + work.up / self.up
         return 2 * self.latency + transfer + work.flops / self.speed
 
 
 @dataclass(frozen=True)
 class CallWork:
-    """The bytes of a client's call in both directions, and the operations it computed."""
+    """A call's bytes in both directions, and the operations that the client computed."""
 
     down: int
     flops: int
@@ -347,7 +347,7 @@ class Clock:
     def end_call(
         self, method: str, asked: int, work: Mapping[int, CallWork], answered: Iterable[int]
     ) -> dict[int, Exception]:
-        """Add the time of a call; return the clients whose answers came too late, and why.
+        """Add the time of a call; return clients whose answers came too late, and why.
 
         The call lasts until the last answer that is waited for: with policy "deadline" no longer
         than the deadline, with "over-select" until the last answer that is taken. Late clients of

@@ -27,7 +27,7 @@ app = ClientApp()
 
 
 def pack_blobs(blobs: Mapping[str, Blob]) -> ArrayRecord | ConfigRecord:
-    """Concatenate the bytes of blobs, in their order, under the key "bulk" of one record.
+    """Concatenate the blobs' bytes, in order, under the key "bulk" of one record.
 
     Every object of a message costs Flower requests. Flower sends an array in chunks, at least three
     of them, so fewer than `IN_A_PIECE` bytes are one value of a ConfigRecord instead.
@@ -57,7 +57,7 @@ def to_records(frame: Frame, bulk: ArrayRecord | ConfigRecord | None = None) -> 
 
 
 def record_sizes(records: RecordDict) -> tuple[int, int]:
-    """Return the bytes of a message's structure and of its tensors, without parsing it.
+    """Return the bytes of a message's structure and its tensors, without parsing it.
 
     Arrays and values of type bytes count as tensors, everything else as structure.
     """

@@ -36,7 +36,7 @@ def encode(tree: Payload, blobs: Mapping[str, Blob] | None = None) -> Frame:
 
 
 def decode(frame: Frame) -> Payload:
-    """Convert a frame back to its payload tree, with copies of its tensors on the CPU.
+    """Convert a frame back to its payload tree, with copies of tensors on the CPU.
 
     Raises:
         PayloadError: If the blobs are not valid tensors, or do not match the header.

@@ -293,7 +293,7 @@ class Roster:
         )
 
     def begin(self, out: Path, finished: int) -> dict[str, Payload]:
-        """Record one more start of the server in sites.json; return what sites must know of it.
+        """Record a start of the server in sites.json; return what sites must know of it.
 
         Args:
             out: The run's folder.
@@ -508,7 +508,7 @@ class Coordinator:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Start the SuperLink, wait until it listens, and stop it at the end of the block.
+        """Start the SuperLink, wait until it listens, and stop it when the block ends.
 
         Raises:
             BarterError: It ended, or does not listen within 60 s.
@@ -534,9 +534,10 @@ class Coordinator:
             raise BarterError(f"the SuperLink ended: {reason}")
 
     def register(self) -> None:
-        """Register the public keys of the folder's sites with the SuperLink, which must be running.
+        """Register the public keys of the folder's sites with the SuperLink.
 
-        Keys that are registered already stay so. Without keys (`insecure`) nothing happens.
+        The SuperLink must be running. Keys that are registered already stay so. Without keys
+        (`insecure`) nothing happens.
 
         Raises:
             BarterError: Flower refuses a key.
@@ -620,7 +621,7 @@ def _port(folder: Path) -> int:
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    """Return a failed command's error output in one line, its output if that is empty."""
+    """Return a failed command's stderr, or its stdout if that is empty, in one line."""
     return " ".join((done.stderr or done.stdout).split())
 
 

@@ -178,7 +178,7 @@ class Hellos:
         self.reporting: set[int] = set()  # nodes that report progress during a call
 
     def poll(self, nodes: Iterable[int]) -> dict[int, Payload]:
-        """Request the hellos of new nodes; return the hellos that have arrived since the last poll.
+        """Ask new nodes for hellos; return the hellos that arrived since the last poll.
 
         A node is asked once. It is refused, for the whole run, if it answers with an error, with
         something invalid, or under another name than its key was registered for. One whose message
@@ -585,7 +585,7 @@ class Progress:
 
 
 def _most_of_all(most: Mapping[int, int | None]) -> int | None:
-    """Return the largest of the clients' sizes; None if one is unknown, 0 without any."""
+    """Return the clients' largest size; None if one is unknown, 0 without clients."""
     sizes = [size for size in most.values() if size is not None]
     return None if len(sizes) < len(most) else max(sizes, default=0)
 

@@ -167,9 +167,9 @@ def node_names(grid: Grid) -> dict[int, str]:
 
 
 def run_superlink(guarded: Callable[[Any], Any], sockets: list[socket.socket], idle: float) -> None:
-    """Run `flower-superlink` with a wrapped application, without proxy headers, until it ends.
+    """Run `flower-superlink` with a wrapped application until it ends.
 
-    Flower's options are those in `sys.argv`.
+    Proxy headers are disabled. Flower's options are those in `sys.argv`.
 
     Args:
         guarded: Wraps Flower's application.
@@ -225,7 +225,10 @@ def receiving_nodes(request: bytes) -> set[int]:
 
 
 def polling_node(request: bytes) -> int | None:
-    """Return the id of the node that asks for messages by this request; None if it is invalid."""
+    """Return the id of the node that asks for messages by this request.
+
+    Returns None if the request is invalid.
+    """
     decode_error = import_module("google.protobuf.message").DecodeError
     try:
         return int(PullMessagesRequest.FromString(request).node.node_id)

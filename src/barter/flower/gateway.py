@@ -95,7 +95,7 @@ class LongPoll:
             self.addressed = set()
 
     def expect_parts(self, sender: bytes, count: int) -> None:
-        """Note how many parts of a site's reply are to come; announce the reply if none are."""
+        """Note how many parts of a site's reply are to come; if none, announce the reply."""
         self.missing[sender] = count
         if count == 0:
             self.announce([SERVER])

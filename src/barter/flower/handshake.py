@@ -208,7 +208,7 @@ def _require_consent(setup: Setup, toml: str) -> Config:
 
 
 def foreign_networks(config: Config) -> list[str]:
-    """Return the networks of a run, the server's included, given as package.module:factory.
+    """Return a run's networks given as package.module:factory, also the server's.
 
     A site imports them only with its consent, which the user who starts the site has to give.
     """

@@ -69,7 +69,7 @@ class Pulse:
 
     @contextmanager
     def call(self, seconds: float) -> Iterator[None]:
-        """Allow silence of `seconds` for a call in the block; pause the heartbeat during it.
+        """Allow `seconds` of silence for the block's call; pause the heartbeat during it.
 
         A block that takes longer counts as hung: the supervisor restarts this process.
         """
@@ -128,7 +128,7 @@ class ProgressFile:
 
 
 def allow(path: Path, seconds: float) -> None:
-    """Write to a heartbeat file that its process may be silent for `seconds` from now."""
+    """Note in a heartbeat file that its process may be silent for `seconds` from now."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(repr(time.monotonic() + seconds))
     temporary.rename(path)

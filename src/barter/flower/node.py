@@ -95,7 +95,7 @@ def serve_messages(fleet: Fleet, door: Path) -> None:
 
 
 def exit_if_thread_dies() -> None:
-    """Install a hook that sends SIGTERM to this process if an exception ends a thread.
+    """Install a hook that sends this process SIGTERM if an exception ends a thread.
 
     Without it the node would run on without a heartbeat: Flower's heartbeat thread ends at a single
     unknown answer, such as that of a SuperLink whose disk is full, and the SuperLink then takes the

@@ -365,7 +365,7 @@ class Site:
             )
 
     def _load_account(self, client: Client) -> dict[str, int]:
-        """Raise a client's numbers of releases to those in the ledger; return a copy of them.
+        """Raise a client's numbers of releases to the ledger's; return a copy of them.
 
         A release cannot be undone: a round that the server rolls back is repeated with new noise,
         and counts twice. Unprotected parts are left out. The guard forgets the unprotected parts of

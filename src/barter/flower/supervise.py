@@ -536,7 +536,7 @@ def _supernode_command(setup: Setup, site_folder: Path, door: Path) -> list[str]
 
 
 def run_worker(path: Path, door: Path) -> None:
-    """Run a site's worker, the client's own process, which answers requests without end.
+    """Run a site's worker, the client's own process: answer requests without end.
 
     The working directory becomes the site's folder, and torch uses the site's number of threads.
 

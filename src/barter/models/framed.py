@@ -37,9 +37,10 @@ class FrameHead(nn.Linear):
 
 
 def add_frame_head(network: Classifier, scale: float) -> Classifier:
-    """Return the network with an ETF head (`FrameHead`) that starts from the old head's weights.
+    """Return the network with an ETF head (`FrameHead`).
 
-    The body is shared with the given network, which keeps its own head.
+    The new head starts from the old head's weights. The body is shared with the given network,
+    which keeps its own head.
 
     Args:
         network: The network.
@@ -59,7 +60,10 @@ def add_frame_head(network: Classifier, scale: float) -> Classifier:
 
 
 def frame_head(network: Classifier) -> FrameHead:
-    """Return the head of a network that `add_frame_head` returned; others fail an assertion."""
+    """Return the head of a network that `add_frame_head` returned.
+
+    Other networks fail an assertion.
+    """
     head = network.head
     assert isinstance(head, FrameHead)
     return head

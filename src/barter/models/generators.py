@@ -31,10 +31,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def _restore(name: Hashable, make: Callable[[], M], state: State) -> M:
-    """Return a frozen module with this state, in evaluation mode, without initialising weights.
+    """Return a frozen module with this state, in evaluation mode.
 
-    On a lane the module is shared by name, and valid until the next call with the same name.
-    Without a lane it uses the tensors of `state` themselves.
+    Weights are not initialised first. On a lane the module is shared by name, and valid until the
+    next call with the same name. Without a lane it uses the tensors of `state` themselves.
     """
 
     def make_empty() -> M:
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Decode codes (images, views, width) to square images (images, channels, side, side).
+        """Decode codes (images, views, width) to images (images, channels, side, side).
 
         The side is `decoder_side`, rounded up to a multiple of 4. Pixels have mean 0 and deviation
         1 for each channel: over the batch in training mode, by running statistics otherwise.
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         return images
 
     def arrange_tiles(self, tiles: Tensor) -> Tensor:
-        """Arrange the parts' tiles in rows and columns, resized to the input of the convolutions.
+        """Arrange the parts' tiles in rows and columns, at the convolutions' input size.
 
         Args:
             tiles: The tiles (images, parts**2, 128 * pixels), row by row.
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
 
 
 def decoder_side(spec: Spec) -> int:
-    """Return the side of a decoder's square images: that of the spec, but at most 32 pixels.
+    """Return the side of a decoder's square images: the spec's, at most 32 pixels.
 
     The shorter of the spec's sides counts. `Decoder` rounds it up to a multiple of 4.
     """
@@ -257,7 +257,7 @@ class MergeGenerator(nn.Module):
         return z + embedding if self.merge == "add" else torch.cat([z, embedding], 1)
 
     def generate(self, h: Tensor) -> Tensor:
-        """Generate images of the spec's size, between -1 and 1, from merged inputs (N, width)."""
+        """Generate images of the spec's size, in -1..1, from merged inputs (N, width)."""
         x = h[:, :, None, None]
         for layer in self.body:
             by_product = isinstance(layer, nn.ConvTranspose2d) and not x.is_cuda

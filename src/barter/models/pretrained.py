@@ -126,10 +126,10 @@ def _not_images(result: object, codes: Tensor) -> ConfigError:
 
 @torch.no_grad()
 def generate_pixels(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
-    """Generate images (N, channels, height, width) as bytes, in the format of the clients' images.
+    """Generate images as bytes, in the format of the clients' images.
 
-    The generator's pixels are clamped to -1..1 and scaled to 0..255. Another number of channels is
-    replaced by their mean, another size is resized.
+    The result is (N, channels, height, width). The generator's pixels are clamped to -1..1 and
+    scaled to 0..255. Another number of channels is replaced by their mean, another size is resized.
 
     Args:
         generator: The generator.

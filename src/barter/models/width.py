@@ -32,7 +32,7 @@ def narrow_width(width: int, rate: float) -> int:
 
 
 def narrow_network(network: Classifier, rate: float) -> Classifier:
-    """Return a copy of the network with the first channels of every layer and their weights.
+    """Copy a network, keeping the first channels of every layer and their weights.
 
     Numbers of channels are rounded up. Layers are processed in the order in which they were
     registered: the first keeps all its inputs, the last all its outputs.
@@ -192,7 +192,7 @@ class BatchStatistics(_BatchNorm):
 
 
 def without_running_statistics(network: Classifier) -> Classifier:
-    """Make batch normalisation use the batch's statistics always, also in evaluation mode.
+    """Make batch normalisation use the batch's statistics, also in evaluation mode.
 
     The network is changed in place and returned; its running statistics are dropped from its state.
     """

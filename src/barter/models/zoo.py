@@ -239,7 +239,7 @@ def _size(spec: Spec) -> str:
 
 
 def name_models(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
-    """Return pairs of a name and a model, with None for the model where the name is enough.
+    """Return pairs of name and model, with None where the name is enough.
 
     It is enough for a string, which is the name, and for a factory that can be imported from
     another module than `__main__`, whose name is `module:function`. Others are named by their class

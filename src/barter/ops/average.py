@@ -30,7 +30,7 @@ def average(
     by: Average = "mean",
     since: Mapping[str, Tensor] | None = None,
 ) -> State:
-    """Aggregate the clients' states into one: mean, median or trimmed mean of each entry.
+    """Aggregate the clients' states: mean, median or trimmed mean of each entry.
 
     Integer entries, such as the step counters of batch normalisation, are averaged and rounded. The
     run's defence (`robust`) replaces the mean, not the median or the trimmed mean. Defences other

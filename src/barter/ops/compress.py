@@ -97,7 +97,7 @@ def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decompress_update(parts: Compressed, like: Mapping[str, Tensor]) -> State:
-    """Restore an update that `compress_update` compressed, multiplying out its factors.
+    """Restore an update compressed by `compress_update`, multiplying out its factors.
 
     Args:
         parts: The compressed update.

@@ -88,12 +88,13 @@ def condensed_labels(sizes: Mapping[int, int], device: torch.device) -> Tensor:
 
 
 def pack_lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> Lot:
-    """Pack condensed images for upload, with pixels as uint8; None stands for no images.
+    """Pack condensed images for upload, with pixels as uint8.
 
     Args:
         data: The client's images, for format and device.
         sizes: Class -> number of condensed images; empty without images.
-        images: The condensed images, normalised, by class in the order of `sizes`.
+        images: The condensed images, normalised, by class in the order of `sizes`; None for no
+            images.
     """
     classes = torch.tensor(list(sizes), dtype=torch.long, device=data.device)
     amounts = torch.tensor(list(sizes.values()), dtype=torch.long, device=data.device)
@@ -145,7 +146,7 @@ def quantise_images(images: Tensor, spec: Spec) -> Tensor:
 
 @torch.no_grad()
 def reinitialise(model: nn.Module) -> None:
-    """Reset in place, at random, the parameters of every layer that has `reset_parameters`.
+    """Randomly reset in place the parameters of layers that have `reset_parameters`.
 
     Torch's own layers have it. Parameters of other modules stay as they are, and a network's own
     initialisation is not repeated. Running statistics keep their values.

@@ -9,7 +9,7 @@ __all__ = ["kl", "kl_each", "tempered_kl"]
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p ‖ q) of two batches of logits (N, classes), averaged over the batch."""
+    """Return the batch mean of KL(p ‖ q) of two batches of logits (N, classes)."""
     log_q = F.log_softmax(q, 1)
     log_p = F.log_softmax(p, 1)
     return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)

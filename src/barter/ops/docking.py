@@ -1,4 +1,4 @@
-"""Docking layers: linear layers that map embeddings of different widths into one space."""
+"""Docking layers: linear layers from embeddings of different widths to one space."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def unify(
     recipe: Recipe,
     floor: float = 0.0,
 ) -> tuple[dict[int, nn.Linear], dict[int, Tensor], dict[int, State]]:
-    """Train docking layers z_k so that one head classifies all clients' codes (DFFKE, Eqs. 10-11).
+    """Train docking layers z_k so that one head classifies all clients' codes.
 
-    A code is the output of a docking layer for an embedding. The equations ask for nothing but the
-    class, so that without whitening the codes of a class are nearly equal, whatever the image. The
-    head is new in every call and is not returned.
+    The training follows Eqs. 10-11 of DFFKE. A code is the output of a docking layer for an
+    embedding. The equations ask for nothing but the class, so that without whitening the codes of a
+    class are nearly equal, whatever the image. The head is new in every call and is not returned.
 
     Args:
         server: The server, whose device and classes are used.

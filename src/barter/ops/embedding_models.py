@@ -1,4 +1,4 @@
-"""Models of a client's embeddings: mixtures of a few images, and Gaussians of classes.
+"""Models of a client's embeddings: mixtures of a few images, and class Gaussians.
 
 What a client offers in place of embeddings of single images. A mixture combines some images of a
 class. A Gaussian describes a class by its mean and by fewer directions than it has images; anybody
@@ -56,7 +56,7 @@ class ClassGaussians(TypedDict):
 
 
 def count_directions(images: int, classes: int, compression: float) -> int:
-    """Return the number of rows of `ClassGaussians["directions"]`, zero rows included.
+    """Return the row count of `ClassGaussians["directions"]`, zero rows included.
 
     It is images / compression, rounded down, plus classes: enough for any distribution of the
     images over classes, which the number therefore does not reveal.
@@ -161,7 +161,7 @@ def fit_class_gaussians(
 
 
 def _leading_directions(residuals: Tensor, size: int) -> Tensor:
-    """Return the first principal directions of residuals, scaled by their standard deviations.
+    """Return the first principal directions, scaled by their standard deviations.
 
     They are then scaled to the total variance of the residuals. If that is 0, they are zero.
 
@@ -193,7 +193,7 @@ def sample_labels(counts: Tensor, n: int) -> Tensor:
 
 
 def sample_embeddings(model: ClassGaussians, labels: Tensor, noise: Tensor) -> Tensor:
-    """Return a sample of its class's Gaussian for each label (labels, views, features).
+    """Return a sample per label of its class's Gaussian (labels, views, features).
 
     Args:
         model: The Gaussians.
@@ -215,7 +215,7 @@ def sample_embeddings(model: ClassGaussians, labels: Tensor, noise: Tensor) -> T
 
 
 def sample_labels_and_noise(model: ClassGaussians, n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return labels (n,) and standard normal numbers (n, D), the arguments of `sample_embeddings`.
+    """Return labels (n,) and standard normal noise (n, D) for `sample_embeddings`.
 
     Labels follow the model's counts and do not depend on the seed (`sample_labels`); D is the
     largest number of directions of a class. A seed gives the same numbers on every device, and the
@@ -229,7 +229,7 @@ def sample_labels_and_noise(model: ClassGaussians, n: int, seed: int) -> tuple[T
 def noise_embeddings(
     shapes: Mapping[int, tuple[int, int, int]], deviation: float, classes: int, device: torch.device
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Return normal noise in place of embeddings, and uniformly random labels, by client.
+    """Return, by client, normal noise as embeddings and uniformly random labels.
 
     Args:
         shapes: Each client's numbers of images, views and features.

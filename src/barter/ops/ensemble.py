@@ -113,7 +113,7 @@ def mean_predictions(answers: Sequence[Tensor], shares: Tensor | None = None) ->
 
 
 def select_teachers(predictions: Mapping[int, Tensor]) -> list[int]:
-    """Return the clients whose predictions (images, classes) agree with those of the others.
+    """Return the clients whose predictions (images, classes) agree with the others'.
 
     Networks of different architectures can be compared by their predictions, their weights cannot.
     So a server that has both can judge a client by its predictions before it averages weights. All
@@ -154,10 +154,11 @@ def merge_logits(logits: Tensor, shares: Tensor) -> Tensor:
 
 
 def reduce_entropy(p: Tensor, temperature: float) -> Tensor:
-    """Return softmax(p / T) of probabilities p (N, classes): entropy reduction aggregation (ERA).
+    """Return softmax(p / T) of probabilities p (N, classes).
 
-    A temperature well below 1 lowers the entropy. With 1 it rises, unless it is at its maximum,
-    since the softmax is of probabilities and not of logits.
+    This is entropy reduction aggregation (ERA). A temperature well below 1 lowers the entropy. With
+    1 it rises, unless it is at its maximum, since the softmax is of probabilities and not of
+    logits.
     """
     return (p / temperature).softmax(1)
 
@@ -168,11 +169,11 @@ def soft_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def logit_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Return KL(target ‖ student), averaged over the batch; both are logits (N, classes).
+    """Return KL(target ‖ student), averaged over the batch.
 
     Args:
-        logits: The student's logits.
-        target: The teacher's logits.
+        logits: The student's logits (N, classes).
+        target: The teacher's logits (N, classes).
     """
     return kl(target, logits)
 

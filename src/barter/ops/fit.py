@@ -128,7 +128,7 @@ def classification(
     loss: Loss = F.cross_entropy,
     adjust: Adjust = torch.add,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss on a batch of labelled images, and the number that is predicted correctly.
+    """Return the loss on a labelled batch, and the number of correct predictions.
 
     The prediction is the largest of the adjusted logits.
 
@@ -238,7 +238,7 @@ def fit(
 
 
 def make_anchor(client: Client, places: Mapping[str, Tensor], strength: float) -> Anchor:
-    """Return an anchor that pulls the trainable parameters of a client's model towards values.
+    """Return an anchor that pulls a client's trainable parameters towards values.
 
     On a lane, the values of the last anchor for this architecture are overwritten.
 

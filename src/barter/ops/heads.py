@@ -65,7 +65,7 @@ def load_head(model: Classifier, head: State) -> None:
 
 
 def logits_by_heads(model: Classifier, head: State, data: Images) -> tuple[Tensor, Tensor]:
-    """Return the logits of all images by the network's own head, then those by `head`.
+    """Return the logits of all images by the network's own head, then by `head`.
 
     The features, which are nearly all of the work, are computed once. The network is left in
     evaluation mode and with its own head. An empty `head` gives the own logits twice.

@@ -76,10 +76,11 @@ def fit_decoder(
     schedule: Schedule,
     terms: Terms,
 ) -> tuple[State, float]:
-    """Train a decoder of codes to images, such that a client's network recovers its codes.
+    """Train a decoder of codes to images.
 
-    A viewer is a client's network with the layer that maps its features to codes; it sees the
-    images that are decoded from this client's codes.
+    A client's network has to recover the client's codes from the images. A viewer is a client's
+    network with the layer that maps its features to codes; it sees the images that are decoded from
+    this client's codes.
 
     Args:
         server: The server, whose device and image format are used.
@@ -144,7 +145,7 @@ def decoded_inversion_loss(
     terms: Terms,
     batch: tuple[CodeBatch, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Decode a batch and return its `inversion_loss` with further terms, then without.
+    """Decode a batch; return its `inversion_loss` with further terms, then without.
 
     Every viewer sees one view of each of its images, see `choose_views`.
 

@@ -40,5 +40,5 @@ def copy_state(module: nn.Module) -> State:
 
 
 def stack_field(answers: Mapping[int, Mapping[str, Any]], field: str) -> Tensor:
-    """Stack one tensor of every client's answer (clients, ...), in the answers' order."""
+    """Stack one tensor of each client's answer (clients, ...), in the answers' order."""
     return torch.stack([answer[field] for answer in answers.values()])

@@ -1,4 +1,4 @@
-"""Images of nobody's data: random crops of the two photographs that ship with scikit-learn.
+"""Images of nobody's data: random crops of scikit-learn's two photographs.
 
 Every party has the photographs, so a seed is all that parties need to make the same images. Crops
 of one photograph are enough to transfer much of what a network knows (Asano and Saeed 2021,
@@ -47,7 +47,7 @@ def prepare_photographs(spec: Spec, device: torch.device) -> None:
 
 
 def photograph_images(spec: Spec, index: Tensor, total: int, seed: int) -> Tensor:
-    """Return some of the images that a seed stands for, normalised (N, channels, side, side).
+    """Return some of a seed's images, normalised (N, channels, side, side).
 
     An image is a crop of a photograph of random size, place, angle and colours, with a box of
     another such crop in it. The side is `decoder_side`, which may be less than the input size of
@@ -70,7 +70,7 @@ def photograph_images(spec: Spec, index: Tensor, total: int, seed: int) -> Tenso
 
 @cache
 def _pyramids(device: torch.device) -> list[list[Tensor]]:
-    """Return each photograph (1, 3, H, W) between 0 and 1, in full size, 1/2, 1/4 and so on."""
+    """Return each photograph (1, 3, H, W) in 0..1, at full size, 1/2, 1/4 and so on."""
     # Importing scikit-learn's data sets takes a second.
     from sklearn.datasets import load_sample_images
 

@@ -1,7 +1,7 @@
-"""DP-SGD: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016 (arXiv:1607.00133).
+"""DP-SGD: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016.
 
-Algorithm 1: each image is in a batch with a fixed probability (Poisson sampling); its gradient is
-clipped to a norm, and Gaussian noise is added to the sum.
+Algorithm 1 (arXiv:1607.00133): each image is in a batch with a fixed probability (Poisson
+sampling); its gradient is clipped to a norm, and Gaussian noise is added to the sum.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def class_means(values: Tensor, labels: Tensor) -> ByClass:
 
 
 def concatenate_tables(tables: Iterable[ByClass]) -> ByClass:
-    """Concatenate several tables, at least one; a class may then occur more than once."""
+    """Concatenate one or more tables; a class may then occur more than once."""
     tables = list(tables)
     return {
         "classes": torch.cat([table["classes"] for table in tables]),
@@ -55,7 +55,7 @@ def concatenate_tables(tables: Iterable[ByClass]) -> ByClass:
 
 
 def mean_table(tables: Iterable[ByClass]) -> ByClass:
-    """Return the mean vector of every class over the tables that have one, sorted by class.
+    """Return each class's mean vector over the tables that have one, sorted by class.
 
     All tables have the same weight; there must be at least one. The run's defence on prototypes
     replaces the mean: "cosine" leaves out whole tables (`select_trusted_tables`) and takes the mean
@@ -82,7 +82,7 @@ def _class_means_of(tables: Sequence[ByClass]) -> ByClass:
 def select_trusted_tables(
     tables: Mapping[int, ByClass], kind: robust.Aggregate = "sets"
 ) -> list[ByClass]:
-    """Return the clients' tables, in order, without those that the run's defence leaves out.
+    """Return, in order, the clients' tables that the run's defence keeps.
 
     The defence compares all of a client's vectors with those of other clients for the same classes
     (`Defence.keep`). Without a defence of this kind of aggregate, and of fewer than three tables,
@@ -115,7 +115,10 @@ def features_of(model: Classifier, data: Images) -> Tensor:
 
 
 def prototypes_of(model: Classifier, data: Images) -> ByClass:
-    """Return the mean features of every class that occurs; the model is left in evaluation mode."""
+    """Return the mean features of every class that occurs.
+
+    The model is left in evaluation mode.
+    """
     return class_means(features_of(model, data), data.labels)
 
 
@@ -141,7 +144,7 @@ def update_table(old: Sequence[ByClass], new: ByClass) -> ByClass:
 def lookup(
     table: Sequence[ByClass], classes: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Convert a table to one row for each class of the task, and a mask of the classes in it.
+    """Convert a table to a row for each class of the task, and a mask of its classes.
 
     Args:
         table: A list of the table, or an empty list.

@@ -58,7 +58,7 @@ def _norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def norm_names(model: nn.Module) -> set[str]:
-    """Return the names, in the model's state, of all tensors of its batch-norm layers.
+    """Return the names in the model's state of all tensors of batch-norm layers.
 
     These are weights, biases, running statistics and counters.
     """
@@ -136,7 +136,10 @@ def normalise_by_batch(model: nn.Module) -> Iterator[None]:
 
 
 def renew_batches(n_images: int, batch_size: int) -> int:
-    """Return the number of batches of `renew_statistics`: n_images // batch_size, at least 1."""
+    """Return the number of batches of `renew_statistics`.
+
+    It is n_images // batch_size, at least 1.
+    """
     return max(1, n_images // batch_size)
 
 

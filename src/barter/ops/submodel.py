@@ -73,7 +73,7 @@ def kept_channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
 def submodel_indices(
     full: Mapping[str, Tensor], part: Mapping[str, Tensor], rule: Extraction, t: int
 ) -> SubmodelIndices:
-    """Return for each tensor of a submodel, and each axis, its indices in the full network.
+    """Return each submodel tensor's indices in the full network, by axis.
 
     Layers with the same width in the full network, and in the submodel, keep the same channels.
     States list tensors layer by layer, with outputs along the first axis. The inputs of a linear
@@ -218,10 +218,10 @@ def _defended(
 
 
 def head_names(model: nn.Module) -> frozenset[str]:
-    """Return the tensor names of the linear layer defined last, which has one row per class.
+    """Return the tensor names of the linear layer defined last.
 
-    They are NAME.weight and NAME.bias, even if the layer has no bias. Without linear layers there
-    are none.
+    The layer has one row per class. The names are NAME.weight and NAME.bias, even if the layer has
+    no bias. Without linear layers there are none.
     """
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     return frozenset(f"{name}.{part}" for name in linears[-1:] for part in ("weight", "bias"))

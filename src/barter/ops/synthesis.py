@@ -155,7 +155,9 @@ def build_ensemble(server: Server, weights: Mapping[int, State]) -> Ensemble:
 
 
 def server_generator(server: Artist, width: int) -> Decoder:
-    """Return the server's generator, in training mode, with its last weights; at first random ones.
+    """Return the server's generator, in training mode, with its last weights.
+
+    At first the weights are random.
 
     Args:
         server: The server.
@@ -166,7 +168,7 @@ def server_generator(server: Artist, width: int) -> Decoder:
 
 
 def generate_from_codes(generator: Decoder, codes: Tensor, spec: Spec) -> Tensor:
-    """Generate one image per code (images, width), resized to the networks' input size."""
+    """Generate an image per code (images, width), resized to the networks' input."""
     return resize_images(generator(codes[:, None]), spec)
 
 
@@ -291,10 +293,10 @@ def merge_spectra(spectra: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 def sample_canvases(count: int, known: Tensor) -> Tensor:
-    """Return random images (count, channels, height, width) with a given spectrum and no content.
+    """Return random images with a given spectrum and no content.
 
-    Frequencies are independent and normal. The images' variety is that of the spectrum, so that no
-    generator can lose it.
+    The result is (count, channels, height, width). Frequencies are independent and normal. The
+    images' variety is that of the spectrum, so that no generator can lose it.
 
     Args:
         count: Number of images.

@@ -79,7 +79,7 @@ Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]  # images -> predictio
 def public_entry(
     round_number: int, sizes: Mapping[int, int], public: Images, device: torch.device
 ) -> Entry:
-    """Return a round's entry of public images, sampled for each client with repetition.
+    """Return a round's entry of public images, sampled per client with repetition.
 
     Its codes are indices of public images, from torch's default generator of the device. Its
     decoder is empty.
@@ -97,7 +97,7 @@ def public_entry(
 def photograph_entry(
     round_number: int, sizes: Mapping[int, int], seed: int, device: torch.device
 ) -> Entry:
-    """Return a round's entry from which every client makes the same crops of photographs.
+    """Return a round's entry from which clients make the same crops of photographs.
 
     Its codes number the crops from 0 on, client after client in the order of `sizes`. Its decoder
     is empty.
@@ -121,10 +121,11 @@ def statistics_entry(
     docking: Mapping[int, nn.Linear],
     seed: int,
 ) -> Entry:
-    """Return a round's entry from which every client repeats the samples of all clients' Gaussians.
+    """Return a round's entry from which every client repeats all clients' samples.
 
-    In place of codes it has the indices of samples, from 0 on for each client; `sample_codes` makes
-    codes of them. Weights are in half precision.
+    The samples are of the clients' Gaussians. In place of codes the entry has the indices of
+    samples, from 0 on for each client; `sample_codes` makes codes of them. Weights are in half
+    precision.
 
     Args:
         round_number: The round.
@@ -145,7 +146,7 @@ def statistics_entry(
 
 
 def transfer_images(client: Client, entry: Entry, owner: int, codes: Tensor) -> Tensor:
-    """Return the images of some of the owner's codes as a client makes them, see `entry_images`.
+    """Return the images of an owner's codes as a client makes them (`entry_images`).
 
     Args:
         client: The client that makes the images, with its image format and public data.
@@ -159,7 +160,7 @@ def transfer_images(client: Client, entry: Entry, owner: int, codes: Tensor) -> 
 def entry_images(
     entry: Entry, owner: int, codes: Tensor, spec: Spec, public: Images | None = None
 ) -> Tensor:
-    """Return the normalised transfer images of some of a client's codes, in their order.
+    """Return the normalised transfer images of some of a client's codes, in order.
 
     Codes of four axes are images already. Codes of one axis are indices: of samples where the entry
     has Gaussians, of crops of photographs where it has a seed alone, otherwise of public images. All
@@ -186,7 +187,9 @@ def entry_images(
 
 
 def decode_images(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
-    """Decode codes (images, views, width) to images of the decoder's size, without gradients.
+    """Decode codes (images, views, width) to images, without gradients.
+
+    The images have the decoder's size.
 
     Args:
         decoder: State of a `Decoder`, in single or half precision.
@@ -200,7 +203,7 @@ def decode_images(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
 
 
 def sample_codes(entry: Entry, owner: int, index: Tensor) -> Tensor:
-    """Return the codes (samples, views, width) of some samples of a client's Gaussians.
+    """Return codes (samples, views, width) of some samples of a client's Gaussians.
 
     They follow from the entry's seed and the client alone, so that every client gets the same.
 
@@ -230,7 +233,7 @@ def to_single(state: State) -> State:
 
 
 def newest_entries(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
-    """Return the last `limit` entries in their order, one per round; all of them for None.
+    """Return the last `limit` entries in order, one per round; all for None.
 
     Of several entries of a round the last counts, in the place of the first.
     """
@@ -240,7 +243,7 @@ def newest_entries(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
 
 
 def sample_review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]:
-    """Sample synthetic images of past rounds that a client made, for the exchange to repeat.
+    """Sample a client's synthetic images of past rounds for the exchange to repeat.
 
     They are sampled without replacement by torch's global random generator.
 
@@ -299,7 +302,7 @@ def decode_pages(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) ->
 
 
 def prepare_lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson:
-    """Return a client's predictions for all of its images in the newest entry, and for older ones.
+    """Return a client's predictions for all of its newest images and some older ones.
 
     Of its images of earlier rounds, as many as new ones are sampled (`sample_review`).
 
@@ -331,10 +334,10 @@ def prepare_lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -
 
 
 def check_lesson(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson:
-    """Check that a lesson is about images that its teacher, `owner`, has; return it unchanged.
+    """Check that a lesson is about its teacher's images; return it unchanged.
 
-    It must cover all images of the newest entry, without an index, and may cover some of earlier
-    ones. Targets without an index cover all images of their round.
+    The teacher is `owner`. The lesson must cover all images of the newest entry, without an index,
+    and may cover some of earlier ones. Targets without an index cover all images of their round.
 
     Raises:
         PayloadError: If it names a round twice, a round or an image that does not exist, or lacks
@@ -394,7 +397,7 @@ def distribute_lessons(
 def collect_lessons(
     entries: Sequence[Entry], lessons: Mapping[int, Lesson], draw: Draw, *, mixed: bool
 ) -> list[list[Tensor]]:
-    """Return the training rows of some lessons: images, logits, and embeddings if there are any.
+    """Return the training rows of lessons: images, logits, and embeddings if any.
 
     Args:
         entries: The entries of several rounds, the newest one last.

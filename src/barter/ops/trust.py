@@ -1,7 +1,8 @@
-"""Leave out answers that no other client confirms: condensed sets, and teachers of synthetic images.
+"""Leave out answers that no other client confirms.
 
-These answers are not averaged, so robust aggregation selects whole clients here. Every function
-returns all answers unless the run has a defence (`robust`).
+The answers are condensed sets, and teachers of synthetic images. They are not averaged, so robust
+aggregation selects whole clients here. Every function returns all answers unless the run has a
+defence (`robust`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LEAST = 0.5  # A client is left out if its score is below this multiple of the m
 def class_summaries(
     model: Classifier, lots: Sequence[Lot], server: Server
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean features of each class in each set, and which classes a set has.
+    """Return each set's mean features by class, and which classes each set has.
 
     Args:
         model: The network that computes features; it is left in evaluation mode.
@@ -65,7 +66,7 @@ def class_summaries(
 
 
 def trusted_sets(server: Server, lots: Mapping[int, Lot]) -> list[int]:
-    """Return the clients whose condensed images resemble those of others for the same classes.
+    """Return the clients whose condensed images resemble others' of the same classes.
 
     A set is judged by the mean features of its classes in the server's model, by `Defence.keep`.
     Without a defence on sets, all clients are returned and no features are computed.
@@ -79,9 +80,10 @@ def trusted_sets(server: Server, lots: Mapping[int, Lot]) -> list[int]:
 
 
 def consistent_clients(scores: Mapping[int, float]) -> list[int]:
-    """Return the clients whose score, where higher is better, is at least half of the median.
+    """Return the clients whose score is at least half of the median.
 
-    Without a defence on sets, and of fewer than three clients, all are returned.
+    Higher scores are better. Without a defence on sets, and of fewer than three clients, all are
+    returned.
     """
     if not robust.active().defends("sets") or len(scores) < 3:
         return list(scores)
@@ -95,7 +97,7 @@ def clients_with_consistent_labels(
     embeddings: Mapping[int, Tensor],
     labels: Mapping[int, Tensor],
 ) -> list[int]:
-    """Return the clients whose network classifies the embeddings they uploaded as they label them.
+    """Return clients whose network classifies their embeddings as they label them.
 
     The score is the share of full images whose predicted class is the label; `consistent_clients`
     decides. The number of the others is added to the server's report as `left_out`. Without a
@@ -104,7 +106,8 @@ def clients_with_consistent_labels(
     Args:
         server: The server, which has copies of the clients' networks.
         weights: The weights that each client uploaded.
-        embeddings: Each client's embeddings (images, views, features), the whole image first.
+        embeddings: The embeddings (images, views, features) that each client uploaded, the whole
+            image first.
         labels: Each client's labels.
     """
     if not robust.active().defends("sets"):

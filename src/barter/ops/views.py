@@ -125,7 +125,7 @@ def embed_all_views(model: Classifier, data: Images, index: Tensor, parts: int) 
 
 
 def _embed_views(model: Classifier, spec: Spec, parts: int, images: Tensor) -> Tensor:
-    """Return the features of all views of a batch of images (images, views, features)."""
+    """Return the features of all views of an image batch (images, views, features)."""
     views = (
         torch.full((len(images),), view, device=images.device) for view in range(count_views(parts))
     )

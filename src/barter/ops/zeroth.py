@@ -80,7 +80,7 @@ def _factor(u: Tensor, kind: DirectionKind, frequencies: int | None) -> float:
 def loss_estimate(
     u: Tensor, differences: Tensor, eps: float, kind: DirectionKind, frequencies: int | None = None
 ) -> Tensor:
-    """Estimate the gradient of a scalar loss of the whole batch, in the batch's shape.
+    """Estimate the gradient of a scalar loss of a whole batch, in the batch's shape.
 
     Args:
         u: The directions (q, *batch) of `sample_directions`.

@@ -101,7 +101,7 @@ def unsent_parts(algorithm: Algorithm[Any, Any], methods: Iterable[str]) -> set[
 
 
 def blanks(algorithm: Algorithm[Any, Any], method: str) -> dict[str, Callable[[Any], Any]]:
-    """Return functions that blank the parts of an answer for which zeros are not valid.
+    """Return functions that blank parts of an answer for which zeros are not valid.
 
     Distinct classes are replaced by 0, 1, 2 and so on, counts with a fixed sum by equal ones.
 
@@ -124,7 +124,7 @@ def blanks(algorithm: Algorithm[Any, Any], method: str) -> dict[str, Callable[[A
 
 
 def words(algorithm: Algorithm[Any, Any], method: str) -> list[str]:
-    """Return the keys of a method's answer that hold strings, which cannot be blanked."""
+    """Return the keys of a method's answer with strings, which cannot be blanked."""
     parts = _fields(algorithm, method)
     return [key for key, part in parts.items() if isinstance(part, WordSchema)]
 
@@ -156,7 +156,7 @@ def allows_floats(algorithm: Algorithm[Any, Any], part: str) -> bool:
 
 
 def receives_floats(algorithm: Algorithm[Any, Any], part: str) -> bool:
-    """Return whether the arguments that the server sends to a part's method can hold floats.
+    """Return whether the server's arguments to a part's method can hold floats.
 
     A part is METHOD.KEY or METHOD.
     """

@@ -50,7 +50,7 @@ class Paper(Mechanism):
 
     @torch.no_grad()
     def reach(self, context: ReleaseContext) -> float:
-        """Return the largest change of an embedding, as a Euclidean distance, by one pixel.
+        """Return the largest change (Euclidean distance) of an embedding by one pixel.
 
         One random value (a channel of a pixel) of each of the client's first `images` images is
         replaced by a random one from 0 to 255. Random numbers come from `context.source`.

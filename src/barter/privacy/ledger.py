@@ -93,7 +93,7 @@ class Ledger:
         return runs
 
     def account(self) -> dict[str, int]:
-        """Return the number of releases by description in all runs, older versions' included.
+        """Count the releases of all runs by description, older versions' included.
 
         Raises:
             CheckpointError: If the file is damaged.

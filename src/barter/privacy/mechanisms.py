@@ -74,7 +74,7 @@ class Mechanism:
         return None
 
     def protects(self, labels: bool, first: bool) -> bool:
-        """Return whether the mechanism applies to labels, or to floats, in one of its parts.
+        """Return whether the mechanism applies to labels or floats in one of its parts.
 
         By default it applies to floats in the first part and to labels in the second.
 
@@ -91,7 +91,7 @@ class Mechanism:
 
     @property
     def blanks(self) -> bool:
-        """Return whether `apply` replaces values other than floats by zeros or empties them."""
+        """Return whether `apply` zeroes or empties values other than floats."""
         return False
 
     def release(self) -> Release | None:
@@ -152,7 +152,7 @@ class Additive(Mechanism):
         raise NotImplementedError
 
     def draw(self, count: int, source: Source) -> Tensor:
-        """Draw `count` independent numbers with scale 1 (standard deviation, or Laplace's b)."""
+        """Draw `count` independent numbers, scale 1 (standard deviation or Laplace's b)."""
         raise NotImplementedError
 
     def clip_rows(self, rows: Tensor) -> Tensor:
@@ -378,7 +378,7 @@ class ClassMeans(Mechanism):
 
 
 def _labels_by_size(sizes: Tensor, count: int) -> Tensor:
-    """Return `count` sorted labels, the number of each class in proportion to its size.
+    """Return `count` sorted labels, each class in proportion to its size.
 
     If all sizes are 0, all classes are equally frequent.
     """

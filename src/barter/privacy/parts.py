@@ -40,7 +40,7 @@ def answer_fields(answer: Schema) -> Mapping[str, Schema]:
 
 
 def expand_part(part: str, parts: Mapping[str, list[str]]) -> list[str]:
-    """Return the parts that a name means: all parts of a method, otherwise only the name.
+    """Return the parts that a name means: all of a method's, otherwise only the name.
 
     Args:
         part: A method or a part, METHOD.KEY.

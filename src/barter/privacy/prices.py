@@ -165,7 +165,7 @@ def total_epsilon(account: Account, delta: float) -> float:
 
 
 def protected_epsilon(account: Account, delta: float) -> float:
-    """Return ε of the protected parts together, whatever their prices assume to be public.
+    """Return ε of the protected parts together, whatever prices assume to be public.
 
     Parts that left without protection, or with "paper", are left out, so that it is no guarantee if
     there are any. It is infinite if a description is not understood.

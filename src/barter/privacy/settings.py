@@ -96,7 +96,7 @@ class Training:
         return replace(self, epsilon=target, rounds=self.rounds or rounds)
 
     def noise_for(self, rate: float, steps: int, delta: float) -> float:
-        """Return a client's noise multiplier: the given one, or the least that stays within ε.
+        """Return a client's noise multiplier: as given, or the least that stays within ε.
 
         The options must be settled. All `rounds` trainings are assumed to be as long as the first.
 
@@ -368,7 +368,7 @@ class Plan:
         return self.privacy.epsilon is not None and not self.open()
 
     def open(self) -> list[str]:
-        """Return the parts that can leave without a guarantee; none with private training.
+        """Return parts that can leave without a guarantee; none with private training.
 
         They are those that depend on images, are sent as configured, and are not covered by a
         mechanism that promises a guarantee without a `public_assumption`.
@@ -389,14 +389,14 @@ class Plan:
         return open_parts
 
     def describe(self, name: str) -> str:
-        """Return the description of one release of a name in `privacy.parts`, see `prices`."""
+        """Describe one release of a name in `privacy.parts`, see `prices`."""
         assumptions = [
             self.public_assumption(part) for part, cover in self.covers.items() if cover == name
         ]
         return describe_part(name, self.mechanisms[name], next(filter(None, assumptions), ""))
 
     def unprotected_parts(self, parts: Iterable[str]) -> list[str]:
-        """Return those of the parts that may depend on images and that no mechanism covers.
+        """Return those parts that may depend on images and that no mechanism covers.
 
         With private training there are none.
         """

@@ -53,7 +53,7 @@ def holds_metrics(evaluation: object) -> bool:
 
 
 def facts_in_hello(*, numbered: bool, pixels: bool) -> dict[str, int]:
-    """Return the side information that a site sends before round 1: name -> 1, its count.
+    """Return the side information a site sends before round 1: name -> 1, its count.
 
     Args:
         numbered: Whether the site sends the number of classes, because they have no names.

@@ -1,1 +1,1 @@
-"""Recipes: rows of published tables, with the configuration and the stored runs of each."""
+"""Recipes: rows of published tables, each with its configuration and stored runs."""

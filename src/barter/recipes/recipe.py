@@ -1,4 +1,4 @@
-"""Read recipes: files that hold one row of a table each, with the runs that were published for it.
+"""Read recipes: files that each hold one row of a table, with its published runs.
 
 NAME.toml has the configuration and the paper's figure; NAME.jsonl beside it holds the published runs
 of barter. Every figure of barter is computed from those runs. This module does not load torch.
@@ -29,7 +29,7 @@ NPZ_FILES = {
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """A figure of a paper: accuracy in percent, or its range over settings, and where it stands."""
+    """A paper's figure: accuracy in percent, or its range over settings, and source."""
 
     source: str  # paper and table
     accuracy: float | tuple[float, float]
@@ -46,7 +46,7 @@ class PaperFigure:
 
 @dataclass(frozen=True)
 class PublishedRecipe:
-    """One row of a table: how it is run, what the paper reports, and what barter has published."""
+    """A table's row: how it is run, the paper's figure, and barter's published runs."""
 
     name: str
     row: str  # the name under which its runs are stored
@@ -61,7 +61,7 @@ class PublishedRecipe:
 
     @property
     def data(self) -> str:
-        """Return the name of the data set; of an npz file, its name without folder and suffix."""
+        """Return the name of the data set; of an npz file, the file's stem."""
         source = str(self.config["data"]["source"])
         return Path(source.removeprefix("npz:")).stem if source.startswith("npz:") else source
 
@@ -71,7 +71,9 @@ class PublishedRecipe:
         return str(self.config.get("device", "cpu"))
 
     def data_setting(self, path: Path | None, *, download: bool) -> list[str]:
-        """Return the settings (KEY=VALUE) that name the recipe's data; empty if it needs no file.
+        """Return the settings (KEY=VALUE) that name the recipe's data.
+
+        Empty if the recipe needs no file.
 
         Args:
             path: An npz file; None for NAME.npz in the working directory.

@@ -1,4 +1,4 @@
-"""Run a recipe and compare the result with the paper and with barter's published runs."""
+"""Run a recipe and compare the result with the paper and barter's published runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plan_reproduction(
     device: str | None = None,
     data: Sequence[str] = (),
 ) -> tuple[Comparison, list[RunJob]]:
-    """Plan the runs of a recipe in a folder; runs that it already holds are continued.
+    """Plan the runs of a recipe in a folder; runs already in it are continued.
 
     Args:
         recipe: The recipe.
@@ -82,7 +82,7 @@ def plan_reproduction(
 
 
 def store_run(row: str, config: Config, rounds: Sequence[Round]) -> StoredRun:
-    """Return a finished run in the form in which results are stored; nothing is written.
+    """Return a finished run in the form that results are stored in; write nothing.
 
     Hardware, date and version are those of this machine now, not of the run.
 
@@ -121,7 +121,7 @@ def store_run(row: str, config: Config, rounds: Sequence[Round]) -> StoredRun:
 
 
 def describe_hardware(config: Config) -> str:
-    """Describe the device that a configuration computes on here, and the version of torch."""
+    """Describe the device that a configuration computes on here, and torch's version."""
     devices = resolve_devices(config.device)
     version = torch.__version__.partition("+")[0]
     if devices[0].type == "cuda":
@@ -132,7 +132,7 @@ def describe_hardware(config: Config) -> str:
 
 
 def changed_settings(recipe: PublishedRecipe) -> dict[str, tuple[Any, Any]]:
-    """Return settings in which today's configuration differs from that of the published runs.
+    """Return settings that differ between today's configuration and published runs.
 
     Returns:
         Dotted key -> published value and today's. Settings that the published runs did not record,
@@ -149,7 +149,7 @@ def changed_settings(recipe: PublishedRecipe) -> dict[str, tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The result of a recipe beside its published runs, after the last round that both have."""
+    """A recipe's result beside its published runs, after the last round both have."""
 
     recipe: PublishedRecipe
     runs: Sequence[StoredRun]
@@ -186,7 +186,7 @@ class Reproduction:
 
     @property
     def width(self) -> float:
-        """Return the largest difference between the means of published and new runs that agrees.
+        """Return the largest difference in means of published and new runs that agrees.
 
         It is half of the 95 % prediction interval for the mean of the new seeds, by Student's t over
         the published ones, and at least half a point. Fewer than three published seeds have no
@@ -225,7 +225,7 @@ class Reproduction:
         )
 
     def columns(self) -> dict[str, dict[int, float]]:
-        """Return the recipe's metric by round: group -> round -> mean over the group's runs.
+        """Return the recipe's metric: group -> round -> mean over the group's runs.
 
         The groups are "published" and "this run". A group has the rounds that all its runs have and
         in which one of them measured the metric.

@@ -1,6 +1,7 @@
-"""Read, write and average stored runs: one line of JSON per run, which tables are computed from.
+"""Read, write and average stored runs, one line of JSON per run.
 
-A line holds what a table needs to know of a run, and nothing that is computed from it:
+Tables are computed from stored runs. A line holds what a table needs to know of a run, and nothing
+that is computed from it:
 
     {"row": "dffke-digits", "seed": 0, "curve": {"round": [1, 2], "global": [0.61, 0.78]},
      "settings": {"algorithm.name": "dffke"}, "hardware": "x86_64, 16 cores, torch 2.11.0",
@@ -62,7 +63,7 @@ class StoredRun:
         return [int(number) for number in self.curve["round"] if number is not None]
 
     def value(self, metric: str, at: int | None = None) -> float | None:
-        """Return a metric after a round, or None if it was not measured or there is no such round.
+        """Return a metric after a round; None if not measured or without such a round.
 
         Args:
             metric: The metric's name.
@@ -187,7 +188,7 @@ def write_stored_runs(path: Path, runs: Iterable[StoredRun]) -> None:
 
 
 def group_by_row(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
-    """Return row -> its runs, sorted by seed; rows are in the order of their first run."""
+    """Return row -> its runs, sorted by seed; rows are in order of their first run."""
     grouped: dict[str, list[StoredRun]] = {}
     for run in runs:
         grouped.setdefault(run.row, []).append(run)
@@ -210,5 +211,5 @@ def dotted_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def common_hardware(runs: Sequence[StoredRun]) -> str:
-    """Return the hardware of runs; different ones are joined by "; ", unknown ones left out."""
+    """Return the hardware of runs, joined by "; " if different, without unknown ones."""
     return "; ".join(dict.fromkeys(run.hardware for run in runs if run.hardware))

@@ -396,7 +396,7 @@ def method_chart(
 
 
 def seed_chart(results: Results, metric: str) -> go.Figure:
-    """Draw the value of a metric after the last round by seed, with a line per method."""
+    """Draw a metric after the last round by seed, with a line per method."""
     ticks, precise = _formats(metric)
     figure = _figure("seed", ticks, hovermode="x unified")
     for i, (name, runs) in enumerate(results.items()):
@@ -417,7 +417,7 @@ def seed_chart(results: Results, metric: str) -> go.Figure:
 
 
 def price_chart(results: Results, metric: str) -> go.Figure:
-    """Draw the value of a metric after the last round over the traffic, with a point per run.
+    """Draw a metric after the last round over the traffic, with a point per run.
 
     Traffic is the sum of a run's bytes in both directions. Its axis is logarithmic if the largest
     is at least ten times the smallest and the smallest is not 0.

@@ -82,7 +82,7 @@ class ComparisonReport:
         return [has_ended(run, self.comparison.rounds) for run in self._runs()]
 
     def page(self, *, live: bool, quick: bool = False) -> str:
-        """Return the HTML page of the finished runs; the plan is read from the folder again.
+        """Return the HTML page of the finished runs; read the plan from the folder again.
 
         Args:
             live: The page reloads itself.
@@ -201,7 +201,7 @@ def _describe(metric: str, primary: Collection[str]) -> str:
 
 
 def _tiles(compared: Comparative, results: Results) -> list[Tile]:
-    """Return a card per method: accuracy, of which model, after which round, over how many seeds.
+    """Return a card per method: accuracy and its model, round and number of seeds.
 
     Seeds that stopped early count with their last round, so the card may name a range of rounds.
     """
@@ -286,7 +286,7 @@ def _table(compared: Comparative) -> str:
 
 
 def _costs(results: Results) -> Section:
-    """Draw traffic and time by phase as means over seeds, and the peak memory where known."""
+    """Draw traffic and time by phase, means over seeds, and peak memory where known."""
     names = list(results)
     traffic: dict[str, list[float]] = {"up": [], "down": []}
     for way, means in traffic.items():

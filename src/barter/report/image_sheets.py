@@ -50,11 +50,11 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
 
 
 def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[ImageRow]]]:
-    """Yield each round whose synthetic images clients remember, with a row for each such client.
+    """Yield each round whose synthetic images clients remember, with its rows.
 
-    A row holds private images and those synthesised from them. The last round also has rows of
-    images that were synthesised from no single image, such as a generator's. The run is restored
-    from its last checkpoint; nothing in its folder changes.
+    There is a row for each such client. A row holds private images and those synthesised from them.
+    The last round also has rows of images that were synthesised from no single image, such as a
+    generator's. The run is restored from its last checkpoint; nothing in its folder changes.
 
     Args:
         run: The run's folder.
@@ -96,7 +96,7 @@ def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[ImageRow]]]:
 
 
 def _make(folder: Path) -> None:
-    """Create a folder and its parents, unless it exists; raise ConfigError on failure."""
+    """Create a folder and its parents unless it exists; raise ConfigError on failure."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -112,7 +112,7 @@ class Split:
             self.classes = task.classes
 
     def section(self, caption: str) -> Section:
-        """Return the section with the split's chart; empty, with the reason, if it is unknown."""
+        """Return the section of the split's chart; empty, with the reason, if unknown."""
         shown = (
             [chart(caption, charts.split_chart(self.counts, self.classes))] if self.counts else []
         )
@@ -401,7 +401,10 @@ def _time(rounds: Sequence[Round]) -> Section:
 
 
 def _simulated(rounds: Sequence[Round]) -> Section:
-    """Return the section of the simulated network: accuracy by its time and by bytes, and costs."""
+    """Return the section of the simulated network.
+
+    It shows accuracy by simulated time and by bytes, and the costs.
+    """
     seconds = cumulative_seconds(rounds)
     if seconds is None:
         return Section("Simulated network", [])

@@ -300,7 +300,7 @@ os.register_at_fork(after_in_child=_release_after_fork)
 
 
 def read_records(run: Path) -> list[Round]:
-    """Return the recorded rounds of a run, in the order in which they were first recorded.
+    """Return the recorded rounds of a run, in the order of their first record.
 
     Incomplete and damaged lines are skipped. Of several lines of one round, the last one counts.
     Without a file, there are none.
@@ -326,7 +326,7 @@ def never_began(path: Path) -> bool:
 
 
 def count_rounds(run: Path) -> int:
-    """Count the recorded rounds of a run, without parsing the records; 0 without a file.
+    """Count a run's recorded rounds without parsing the records; 0 without a file.
 
     It is called often and has to be fast. A round that was recorded twice counts once.
     """
@@ -361,7 +361,7 @@ def checkpoint_rounds(run: Path) -> list[int]:
 
 
 def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]]:
-    """Read the checkpoint of a round; return its number, its state on the CPU, and its notes.
+    """Read a round's checkpoint; return its number, state on the CPU, and notes.
 
     In a run that stores clients' states in files, state["clients"] is a `StoredStates`, which reads
     each of them when it is asked for.
@@ -466,7 +466,7 @@ def require_run(run: Path) -> Path:
 
 
 def read_finished_round(run: Path, which: Which = "last") -> tuple[int, Payload]:
-    """Read a finished round of a run; return its number and its state, as `checkpoint_of`.
+    """Read a finished round; return its number and state as `checkpoint_of` does.
 
     Raises:
         CheckpointError: It is not the folder of a run, or that round is not kept, is damaged, or
@@ -494,7 +494,7 @@ def _round(checkpoint: Path) -> int:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of a run in the order of rounds; none without the folder."""
+    """Return the checkpoints of a run in order of rounds; none without the folder."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []

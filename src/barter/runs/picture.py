@@ -40,7 +40,7 @@ ImageRow: TypeAlias = tuple[str, Tensor | None, Tensor, Sequence[str]]
 
 
 def _pyplot() -> Any:
-    """Import pyplot with a backend that needs no display, unless the caller has chosen one.
+    """Import pyplot; use a backend without display unless the caller has chosen one.
 
     In a notebook, another backend would end the display of the caller's own figures.
     """
@@ -306,7 +306,7 @@ def draw_curves(
     positions: Mapping[str, Mapping[int, float]] | None = None,
     axis: str = "round",
 ) -> None:
-    """Draw a line per method: the mean over seeds, and a band of one standard deviation.
+    """Draw a line per method: mean over seeds, with a band of one standard deviation.
 
     Args:
         lines: Method -> seed -> curve, with values as the axis shows them.

@@ -108,7 +108,7 @@ class Watcher(Monitor):
         self.round = record.round + 1
 
     def remaining_time(self, record: Round) -> str:
-        """Estimate the time left after a round, as text such as ", about 3 min 05 s left".
+        """Estimate the time left after a round, as text like ", about 3 min 05 s left".
 
         Rounds are assumed to take as long as those since `begin` did on average. The text is empty
         after the last round.

@@ -1,4 +1,4 @@
-"""States of single clients as files, of which a round writes only those that changed.
+"""States of single clients as files; a round writes only those that changed.
 
 In a run with many clients, a checkpoint does not hold the clients' states. It names a file for each
 client that has changed since the start, and the files of all kept checkpoints stay.
@@ -45,7 +45,7 @@ class StateFiles:
         self._index: dict[int, dict[int, str]] = {}
 
     def write(self, client: int, state: Payload) -> None:
-        """Write the state of a client in the current round (`round`) to a file of its own."""
+        """Write a client's state in the current round (`round`) to a file of its own."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"client-{client:06d}-round-{self.round:06d}.safetensors"
         write_checkpoint(path, state, {"client": str(client), "round": str(self.round)})
@@ -87,7 +87,7 @@ class StateFiles:
         return json.dumps(names)
 
     def prune(self, rounds: Iterable[int]) -> None:
-        """Delete files that neither the current state nor the checkpoints of these rounds need."""
+        """Delete files that neither the current state nor these rounds' checkpoints need."""
         kept = set(rounds)
         self._index = {t: names for t, names in self._index.items() if t in kept}
         for k in list(self._several):
@@ -101,7 +101,7 @@ class StateFiles:
                 self._several.discard(k)
 
     def restore(self, states: StoredStates) -> None:
-        """Continue with the states that a checkpoint refers to, which may be in another folder.
+        """Continue with states that a checkpoint refers to, possibly in another folder.
 
         Raises:
             CheckpointError: A file is missing.
@@ -112,7 +112,7 @@ class StateFiles:
                 raise CheckpointError(f"{path} is missing: it holds the state of client {k}")
 
     def clean(self, indices: Mapping[int, Mapping[int, str]]) -> None:
-        """Delete files that no kept checkpoint refers to: a killed run may have left some.
+        """Delete files that no kept checkpoint refers to, such as a killed run may leave.
 
         Args:
             indices: Kept round -> the names of the files that its checkpoint refers to, by client.
@@ -134,7 +134,7 @@ class StateFiles:
 
 
 class StoredStates(Mapping[int, Payload]):
-    """The clients' states that a checkpoint refers to; each is read when it is asked for.
+    """The clients' states that a checkpoint refers to; each is read when asked for.
 
     Args:
         folder: The folder of the files.

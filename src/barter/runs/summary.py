@@ -146,9 +146,10 @@ def known_metrics(results: Results) -> list[str]:
 
 
 def final_value(rounds: Sequence[Round], metric: str) -> float | None:
-    """Return a metric after the last round; None without rounds, or if it was not measured then.
+    """Return a metric after the last round, or None if it was not measured then.
 
-    Metrics of local training ("trained...") are taken from the last round that had any.
+    Also None without rounds. Metrics of local training ("trained...") are taken from the last round
+    that had any.
     """
     if not metric.startswith("trained"):
         return metric_value(rounds[-1], metric) if rounds else None
@@ -170,7 +171,7 @@ def metric_curves(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
 
 
 def cumulative_bytes(rounds: Sequence[Round]) -> list[float]:
-    """Return the bytes of all clients in both directions, from the start to each round's end."""
+    """Return all clients' cumulative bytes, in both directions, after each round."""
     return list(accumulate(float(r.traffic("up") + r.traffic("down")) for r in rounds))
 
 
@@ -187,7 +188,7 @@ def cumulative_seconds(rounds: Sequence[Round]) -> list[float] | None:
 def mean_positions(
     runs: Mapping[int, Sequence[Round]], cost: Callable[[Sequence[Round]], list[float] | None]
 ) -> dict[int, float]:
-    """Return what a method has cost until the end of each round, as the mean over its seeds.
+    """Return a method's cost until the end of each round, as the mean over its seeds.
 
     Args:
         runs: Seed -> the rounds of a run.
@@ -266,7 +267,7 @@ class Comparative:
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval (low, high) of the values' mean, by Student's t.
+    """Return the 95 % confidence interval (low, high) of the mean, by Student's t.
 
     None if there are fewer than `MIN_SEEDS` values.
     """
@@ -514,9 +515,10 @@ def to_latex(compared: Comparative) -> str:
 
 
 def to_csv(compared: Comparative) -> str:
-    """Return a line per method as CSV with plain numbers: accuracies from 0 to 1, seconds, bytes.
+    """Return a line per method as CSV, with plain numbers.
 
-    It has all of `METRICS`. Unknown values are empty.
+    Accuracies are from 0 to 1, times in seconds, traffic in bytes. The CSV has all of `METRICS`.
+    Unknown values are empty.
     """
     metrics = list(dict.fromkeys([*METRICS, compared.question.metric]))
     fields = ["method", "seeds", "primary_model"]

@@ -66,7 +66,7 @@ class Gain:
 
 
 def accuracy_gain(records: Sequence[Round], test: str) -> Gain:
-    """Return local-only and last accuracies on a test set, for the clients that have both.
+    """Return local-only and last test accuracies of the clients that have both.
 
     Local only is before_TEST in the client's first round with any local-only accuracy; the last may
     be of different rounds for different clients.
@@ -82,9 +82,9 @@ def accuracy_gain(records: Sequence[Round], test: str) -> Gain:
 
 
 def last_accuracies(records: Sequence[Round], test: str) -> dict[int, float]:
-    """Return the accuracy of each client on a test set ("global", "local") when last evaluated.
+    """Return each client's last accuracy on a test set ("global", "local").
 
-    Clients that never were are left out.
+    Clients that were never evaluated are left out.
     """
     return {k: value for record in records for k, value in record.values(test).items()}
 
@@ -252,7 +252,7 @@ def closing_table(
 
 
 def accuracy_table(networks: Sequence[tuple[str, str]], values: Sequence[float]) -> Table:
-    """Return a table of accuracies in percent, with their mean if there are several clients.
+    """Return a table of accuracies in percent, with their mean for several clients.
 
     Args:
         networks: Owner and architecture of each network. That of the owner "server" is not in the

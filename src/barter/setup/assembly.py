@@ -60,7 +60,7 @@ class Federation:
     tests_by_labels: bool = False
 
     def fingerprint(self) -> str:
-        """Return hashes of each client's training images, and of test and validation images.
+        """Return hashes of training images, by client, and of test and validation images.
 
         They are separated by spaces, clients first. Images at Flower sites are not included, nor
         are clients' local test images and public images.

@@ -36,7 +36,7 @@ def _source(*parts: str) -> ast.Module:
 
 
 def _registry(tree: ast.Module, name: str) -> dict[str, ast.expr]:
-    """Return the entries of a module's annotated dict literal; values are not evaluated.
+    """Return the entries of a module's annotated dict literal, values unevaluated.
 
     Raises:
         LookupError: If the module has none of this name.
@@ -108,7 +108,11 @@ def _partition_classes() -> dict[str, ast.ClassDef]:
 
 
 def _text(kind: ast.ClassDef, name: str) -> str:
-    """Return a class attribute that is a string literal; raises IndexError without it."""
+    """Return a class attribute that is a string literal.
+
+    Raises:
+        IndexError: The class has no such attribute.
+    """
     values = [
         node.value
         for node in kind.body

@@ -323,7 +323,7 @@ def find_algorithm(name: str) -> type[Algorithm[Any, Any]]:
 def as_algorithm(
     given: Algorithm[Any, Any] | type[Algorithm[Any, Any]] | str,
 ) -> Algorithm[Any, Any]:
-    """Return an algorithm as an instance; a class or a name gives one with its defaults.
+    """Return an algorithm as an instance; a class or name gives one with defaults.
 
     An instance is returned as it is. Names are those of `find_algorithm`.
 

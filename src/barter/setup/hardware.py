@@ -23,7 +23,7 @@ __all__ = [
 
 
 def resolve_devices(names: str) -> tuple[torch.device, ...]:
-    """Return the devices that a configuration asks for; the server computes on the first.
+    """Return the devices a configuration asks for; the server computes on the first.
 
     Args:
         names: The name of a device, see `resolve_device`, or several with commas between them. A
@@ -87,7 +87,7 @@ def _supports_bf16(device: torch.device) -> bool:
 
 
 def limit_memory(device: torch.device, gib: float | None) -> int:
-    """Limit the device memory that this process may allocate; return the limit in bytes.
+    """Limit the device memory this process may allocate; return the limit in bytes.
 
     On the CPU nothing is limited, and the result is 0.
 

@@ -191,7 +191,7 @@ def require_apart(config: Config, overlap: int) -> None:
 def make_client(
     config: Config, k: int, network: Classifier, architecture: str, task: Task, device: torch.device
 ) -> Client:
-    """Build client k, of the algorithm's client class, with its training data and tests.
+    """Build client k, of the algorithm's client class, with training data and tests.
 
     Tests are "global" and "local", and with validation images "val" and "val_local". Its network is
     copied from the given one when it is first used.

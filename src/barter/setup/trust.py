@@ -95,7 +95,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def read_run(run: Path, granted: Collection[str] = ()) -> Config:
-    """Read the configuration of a run's folder; require consent to code it names first.
+    """Read a run's configuration; first require consent to the code it names.
 
     Args:
         run: The run's folder.

@@ -29,7 +29,7 @@ Attack: TypeAlias = Callable[[Payload, Payload], Payload]
 
 
 def malformed_answers(answer: Payload, at: str = "answer") -> Iterator[MalformedAnswer]:
-    """Yield descriptions and malformed variants of an answer, each with one modification.
+    """Yield descriptions and malformed variants of an answer, each with one change.
 
     The answer as a whole is modified first, then its parts recursively: of a dict or a list at most
     three entries, the first ones and the last. The answer itself is not changed.
@@ -128,7 +128,7 @@ def _is_variance(path: str) -> bool:
 
 
 def _enlarge(answer: Payload, earlier: Payload, times: float = 1000.0) -> Payload:
-    """Return the answer with all float tensors times `times`, up to the contracts' bound."""
+    """Return the answer with float tensors times `times`, up to the contracts' bound."""
 
     def scale(path: str, value: Any) -> Any:
         return (value * times).clamp(-BOUND, BOUND) if _is_float(value) else value
@@ -259,7 +259,7 @@ class AdversarialClient:
         return self.arrive(answer, method, client, sent)
 
     def target(self) -> str:
-        """Return the method whose answer is malformed next, the one with the most of them left.
+        """Return the method whose answer is malformed next: the one with the most left.
 
         Empty if none is left, or if this round has had its malformed answer. `evaluate` is not
         among the methods.
@@ -274,7 +274,7 @@ class AdversarialClient:
         return max(left, key=lambda method: left[method], default="")
 
     def prepare(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> list[str]:
-        """Return descriptions of malformed answers and attacks on a method, in sending order.
+        """Describe malformed answers and attacks on a method, in sending order.
 
         There are at most one malformed answer that the contract rejects and three that it accepts.
         Attacks that may pass and change this answer are added to `possible` instead.
@@ -308,7 +308,7 @@ class AdversarialClient:
         return first + accepted[::step][:MOST_ACCEPTED] + attacks
 
     def malform(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Payload:
-        """Return the next malformed answer of the method's plan; if none is left, the correct one.
+        """Return the next malformed answer in the method's plan, or else the correct one.
 
         It is removed from the plan. If it must be refused, the method is added to `caught`.
         """

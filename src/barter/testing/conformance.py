@@ -80,7 +80,9 @@ class Trial:
         min_clients: int | None = None,
         network: Network | None = None,
     ) -> Experiment:
-        """Return a new federation of three clients that runs the method on few digits, on the CPU.
+        """Return a new federation of three clients that runs the method on few digits.
+
+        It runs on the CPU.
 
         Args:
             seed: The run's seed.
@@ -133,7 +135,7 @@ class Trial:
 
 
 def few_digits(images: int = IMAGES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the first digits: training images and labels, then test images and labels.
+    """Return the first digits: images and labels for training, then those for tests.
 
     Args:
         images: Number of training images; there are a quarter as many for tests.
@@ -162,7 +164,7 @@ def outcome(experiment: Experiment, rounds: int = ROUNDS) -> Outcome:
 
 
 def _require_same(one: Outcome, other: Outcome, reason: str) -> None:
-    """Raise Violation if two runs ended differently; the message names one difference."""
+    """Raise Violation, naming one difference, if two runs ended differently."""
     state, records = one
     other_state, other_records = other
     for at in state.keys() | other_state.keys():
@@ -429,7 +431,7 @@ CHECKS: dict[Callable[[Trial], None], str] = {
 
 
 def check_algorithm(algorithm: Algorithm[Any, Any]) -> Iterator[tuple[str, str]]:
-    """Check a method; yield each rule and its problem, an empty string if there is none.
+    """Check a method; yield each rule and its problem, an empty string if none.
 
     If the method does not run at all, the remaining checks are skipped.
     """

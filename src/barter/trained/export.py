@@ -71,7 +71,7 @@ def _quiet() -> Iterator[None]:
 
 
 def export_metadata(model: TrainedModel) -> dict[str, str]:
-    """Return the metadata that a file holds next to the weights, as text; lists are JSON.
+    """Return the metadata that a file holds with its weights, as text; lists as JSON.
 
     They describe the network, its input with normalisation, its output, and names of the classes.
     """

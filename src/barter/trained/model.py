@@ -39,7 +39,7 @@ class TrainedModel:
     round: int  # the round after which the network was saved
 
     def prepare(self, images: Tensor | NDArray[Any]) -> Tensor:
-        """Resize and normalise images to the network's input, floats (N, C, height, width).
+        """Resize and normalise images to network inputs, floats (N, C, height, width).
 
         Args:
             images: A tensor or an array of images of any size: uint8 in 0..255 or floats in 0..1,
@@ -115,7 +115,7 @@ def load(
 
 
 def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
-    """Load all networks in a run's folder: the clients' by id, then the server's, if any.
+    """Load all networks in a run's folder: clients' by id, then the server's, if any.
 
     Clients of a Flower run have theirs at their sites, not in the folder.
 
@@ -203,7 +203,7 @@ def _restore(
 
 
 def _described(run: Path, networks: Payload) -> tuple[dict[int, str], Spec, tuple[str, ...]]:
-    """Return architectures by client, input format and names of classes from a checkpoint.
+    """Return a checkpoint's architectures by client, input format and class names.
 
     Raises:
         CheckpointError: It is not what a run writes.
