@@ -857,3 +857,15 @@ def test_a_live_page_reads_itself_again(
     time.sleep(1)
     assert browser.value("performance.getEntriesByType('navigation')[0].type") == "reload"
     assert browser.value("performance.now()") > 800, "and rests then"
+
+
+def test_a_card_names_the_rounds_of_runs_that_stopped_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compared(tmp_path / "c", seeds=(0, 1), rounds=3)
+    shorter = folder / "alone" / "seed-1" / "metrics.jsonl"
+    shorter.write_text("".join(shorter.read_text().splitlines(keepends=True)[:2]))
+    monkeypatch.setattr("barter.compare.comparison.has_stopped_early", lambda _: True)
+    content = report(folder)
+    assert "rounds 2 to 3, mean" in content
+    assert "round 3, mean" in content, "of the method whose runs all ended"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from barter import Local
-from barter.core.images import Augment, Spec
+from barter.core.images import Augment, Images, Spec
 from barter.core.model import SplitClassifier
 from barter.ops.fit import (
     Subject,
@@ -27,7 +27,7 @@ from barter.ops.fit import (
     join_subjects,
     sgd,
 )
-from tests.conftest import federation
+from tests.conftest import federation, small_federation, tiny
 
 
 @given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 5))
@@ -235,3 +235,11 @@ def test_the_learning_rate_falls_as_a_cosine_and_begins_anew() -> None:
     steady = Trainer.of(nn.Linear(1, 1), adam(0.1))
     steady.anneal(0.7)
     assert steady.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_private_images_do_not_stand_in_for_an_empty_set() -> None:
+    client = small_federation(tiny("local")).engine.clients[0]
+    own = client.data
+    empty = Images(own.pixels[:0], own.labels[:0], own.spec)
+    with pytest.raises(ValueError, match="no images to train on"):
+        fit(client, epochs=1, batch_size=10, recipe=adam(0.01), data=empty)

@@ -625,8 +625,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     ) -> Annotated[Lesson, Room("lesson_bytes")]:
         """Return the client's logits Ŷ_k on its new and earlier transfer images.
 
-        B_k^t is a random sample of images of earlier rounds, at most as many as there are new ones.
-        The delivered entries are added to the client's buffer, and its docking layer is replaced.
+        Older images are a random sample B_k^t; their number is at most that of the new images. The
+        delivered entries are added to the client's buffer, and its docking layer is replaced.
         """
         room = None if self.memory is None else self.memory + 1  # R past rounds and this one
         client.buffer = newest_entries(client.buffer + delivery["entries"], room)

@@ -76,9 +76,7 @@ def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, flo
         offered: Indices of the offered images.
         n_private: Number of private images.
     """
-    is_offered = torch.zeros(n_private, dtype=torch.bool, device=nearest.device)
-    is_offered[offered] = True
-    hits = int(is_offered[nearest].sum())
+    hits = int(_offered_mask(offered, n_private)[nearest].sum())
     low, high = wilson_interval(hits, len(nearest))
     return {
         "copies": hits / len(nearest),
@@ -86,6 +84,13 @@ def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, flo
         "to": high,
         "chance": len(offered) / n_private,
     }
+
+
+def _offered_mask(offered: Tensor, n_private: int) -> Tensor:
+    """Return for each private image whether its index is in `offered`."""
+    mask = torch.zeros(n_private, dtype=torch.bool, device=offered.device)
+    mask[offered] = True
+    return mask
 
 
 def wilson_interval(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -124,8 +129,7 @@ def _private_images(data: Images, side: torch.Size) -> Tensor:
 def _similarity(private: Tensor, images: Tensor, offered: Tensor, spec: Spec) -> dict[str, float]:
     """Return the best matches' mean PSNR, for offered and for other private images."""
     decibels = psnr_of_best_match(denormalise(private, spec), denormalise(images.float(), spec))
-    is_offered = torch.zeros(len(private), dtype=torch.bool, device=private.device)
-    is_offered[offered] = True
+    is_offered = _offered_mask(offered, len(private))
     return {
         "psnr": float(decibels[is_offered].mean()),
         "psnr_not_offered": float(decibels[~is_offered].mean()),

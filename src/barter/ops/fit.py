@@ -199,8 +199,11 @@ def fit(
 
     Raises:
         ConfigError: If the images are sealed and `seen` or `by_class` is given.
+        ValueError: If there are no images.
     """
     data = client.data if data is None else data
+    if not len(data):
+        raise ValueError("there are no images to train on")
     trainer = Trainer.of(client.model.train(), recipe, anchor)
     batch_loss = partial(
         classification, client.model, data.spec, data.augment, loss=loss, adjust=adjust

@@ -304,7 +304,7 @@ def decode_pages(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) ->
 def prepare_lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson:
     """Return a client's predictions for all of its newest images and some older ones.
 
-    It also samples images of earlier rounds, as many as there are new ones (`sample_review`).
+    `sample_review` samples the older ones; their number is at most that of the new ones.
 
     Args:
         entries: The entries of several rounds, the newest one last.
