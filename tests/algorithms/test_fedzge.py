@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -265,6 +265,24 @@ def test_without_queries_canvases_stay_as_they_are() -> None:
     made, _, _ = algorithm.generate_images(server, algorithm.load_generator(server), 20)
     assert not server.generator["body.8.weight"].any()
     assert made.std() > 0.5
+
+
+def test_a_client_whose_logits_are_far_larger_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = FedZGE.answer
+
+    @wraps(answer)
+    def confident(self: FedZGE, client: Any, *args: Any) -> Tensor:
+        return answer(self, client, *args) * (10_000 if client.id == 1 else 1)
+
+    monkeypatch.setattr(FedZGE, "answer", confident)
+    experiment = small_federation(tiny("fedzge"))
+    for record in experiment.rounds(2):
+        assert sorted(record.clients) == [0, 1, 2]
+    server: Any = experiment.server
+    assert all(value.isfinite().all() for value in server.model.state_dict().values())
+    assert all(value.isfinite().all() for value in server.generator.values())
 
 
 def test_images_of_the_last_rounds_are_kept_and_no_more() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from barter.core.answers import Known, shapes_of, validate
+from barter.core.contracts import Floats
+from barter.core.errors import PayloadError
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.outliers import Initial, compare_answers, find_large_logits, probe
@@ -25,10 +27,11 @@ def network(name: str = "small-cnn") -> Classifier:
 
 
 class Methods:
-    """One method that returns weights, and one that returns values."""
+    """Methods that return weights, values, and values that are not compared."""
 
     def train(self, client: Any) -> State: ...  # type: ignore[empty-body]
     def predict(self, client: Any) -> dict[int, list[Tensor]]: ...  # type: ignore[empty-body]
+    def answer(self, client: Any) -> Annotated[Tensor, Floats("n", compared=False)]: ...  # type: ignore[empty-body]
 
 
 def sizes(state: State) -> Initial:
@@ -198,3 +201,10 @@ def test_every_family_member_is_unlike_the_others_and_accepted() -> None:
         net: nn.Module = zoo.build_network(name, spec)
         peaks[k] = float(probe(net, net.state_dict(), spec))  # type: ignore[arg-type]
     assert find_large_logits(peaks, dict.fromkeys(peaks, 0.0)) == {}
+
+
+def test_values_that_do_no_harm_may_differ_by_any_factor() -> None:
+    answers = {0: torch.ones(3), 1: torch.ones(3), 2: torch.full((3,), 5e5)}
+    assert refused(answers, "answer") == {}
+    with pytest.raises(PayloadError, match="expected -1000000 to 1000000"):
+        refused({0: torch.full((3,), 2e6)}, "answer")

@@ -105,8 +105,11 @@ from barter.ops.zeroth import DirectionKind, directional_estimate, loss_estimate
 
 __all__ = ["FedZGE", "LocalStatistics", "Oracle", "QueryServer"]
 
-# Gradients are estimated from small differences of logits, which an encoding would hide.
-Logits: TypeAlias = Annotated[Tensor, Floats("versions", "images", "classes"), Content("exact")]
+# Gradients are estimated from small differences of logits, which an encoding would hide. Clients with
+# few classes answer generated images with very large logits, which only enter a softmax.
+Logits: TypeAlias = Annotated[
+    Tensor, Floats("versions", "images", "classes", compared=False), Content("exact")
+]
 GeneratedBatch: TypeAlias = tuple[
     Tensor, Tensor, Tensor
 ]  # generated images, their noise and their labels
@@ -322,10 +325,8 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         active = clients.sample(self.fraction)
         uploads = active.run(self.learn)
         active = active.only(uploads)
+        self.merge_statistics(server, uploads)
         generator = self.load_generator(server)
-        if self.canvas:
-            spectra = [upload["spectrum"] for upload in uploads.values()]
-            server.spectrum = [merge_spectra(spectra, list(uploads.num_examples.values()))]
         optimizer = self.optimizer(server, generator)
         portion = math.ceil(self.samples / self.generator_steps)
         lessons = []
@@ -379,6 +380,12 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
 
     def local_offset(self, client: Oracle) -> Tensor | None:
         return log_class_prior(client.data) if self.balanced else None
+
+    def merge_statistics(self, server: QueryServer, uploads: Replies[LocalStatistics]) -> None:
+        """Store the spectrum of all clients' images at the server, if `canvas`."""
+        if self.canvas:
+            spectra = [upload["spectrum"] for upload in uploads.values()]
+            server.spectrum = [merge_spectra(spectra, list(uploads.num_examples.values()))]
 
     def answer(
         self,

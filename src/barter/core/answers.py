@@ -186,7 +186,7 @@ class Valid:
     """An answer that matches its contract."""
 
     claims: set[str]  # Paths where the client claims a number of images.
-    # Of all float tensors that must be finite and are not empty.
+    # Of all float tensors that must be finite, are not empty and are compared (`Floats`).
     magnitudes: list[Magnitude] = field(default_factory=list)
     # The states in the answer that are whole networks, and whose: the client's or the server's.
     networks: list[tuple[str, State]] = field(default_factory=list)
@@ -682,7 +682,7 @@ class _Checker:
         minimum, maximum = torch.aminmax(value.detach())
         self.ranges.append(RangeCheck(path, "minimum", minimum, least, most, sizes))
         self.ranges.append(RangeCheck(path, "maximum", maximum, least, most, sizes))
-        if value.is_floating_point():
+        if value.is_floating_point() and (mark is None or mark.compared):
             value_of_its_own: tuple[str, AnswerKind] = (path, "value")
             group, kind = origin or value_of_its_own
             self.floats.append((path, group, kind, value.detach()))
