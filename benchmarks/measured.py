@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from barter.recipes.recipe import find_recipe
 from barter.recipes.stored import group_by_row, read_stored_runs, spread_over_seeds
 from barter.runs.progress import format_bytes
-from benchmarks import adversaries, time_to_accuracy
+from benchmarks import adversaries, htfllib, time_to_accuracy
 
 RESULTS = Path(__file__).parent / "results"
 RECIPES = Path(__file__).parent.parent / "src" / "barter" / "recipes"
@@ -46,7 +46,11 @@ BY_LOSS = "membership: loss threshold, weights"
 # Methods as the pages spell them.
 NAMES = {
     "fedavg": "FedAvg",
+    "local": "local training",
+    "lgfedavg": "LG-FedAvg",
+    "fml": "FML",
     "fedproto": "FedProto",
+    "fedtgp": "FedTGP",
     "fedkd": "FedKD",
     "fedaf": "FedAF",
     "dfrd": "DFRD",
@@ -615,6 +619,40 @@ def overhead() -> Table:
     return table
 
 
+def beside_htfllib() -> Table:
+    """Return seconds of a round and accuracy by round of HtFLlib and of barter, by method.
+
+    Seconds are medians of the rounds after the first. "Computing" is barter's without what it
+    writes to the disk.
+    """
+    runs = stored("htfllib.json")["runs"]
+    heading = ["method", "HtFLlib, s", "barter, s", "ratio", "computing, s", "evaluation, s"]
+    table = [[*heading, "accuracy, HtFLlib", "accuracy, barter"]]
+    for ours in runs:
+        if ours["library"] != "barter":
+            continue
+        (theirs,) = (
+            run
+            for run in runs
+            if run["library"] == "htfllib"
+            and all(run[name] == ours[name] for name in ("method", "settings", "images"))
+        )
+        seconds = [htfllib.later_seconds(run) for run in (theirs, ours)]
+        computing = median(
+            entry["phases"]["round"] - entry["phases"]["evaluate"] for entry in ours["rounds"][1:]
+        )
+        evaluation = [htfllib.later_seconds(run, "evaluation") for run in (theirs, ours)]
+        accuracies = [
+            ", ".join(f"{100 * entry['accuracy']:.1f}" for entry in run["rounds"])
+            for run in (theirs, ours)
+        ]
+        cells = [f"{value:.2f}" for value in seconds]
+        cells += [f"{seconds[0] / seconds[1]:.1f}", f"{computing:.2f}"]
+        cells.append(" / ".join(f"{value:.2f}" for value in evaluation))
+        table.append([NAMES[ours["method"]], *cells, *accuracies])
+    return table
+
+
 def protection() -> Table:
     """Return the time of rounds without and with privacy protection."""
     table = [["what", "plain, s", "protected, s", "factor"]]
@@ -812,6 +850,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "clients-gpu": clients_gpu,
     "digits-20-rounds": digits_20_rounds,
     "encodings": encodings,
+    "htfllib": beside_htfllib,
     "wire-digits": wire_profiles,
     "fedzge-statistics": fedzge_statistics,
     "submodels-statistics": submodels_statistics,
