@@ -81,7 +81,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "public": True,
     },
     "fedaf": {
-        "fields": {"steps": 30, "server_epochs": 50, "batch_size": 64},
+        "fields": {
+            "preset": "small-images",
+            "steps": 30,
+            "server_epochs": 50,
+            "batch_size": 64,
+        },
         "fashion": {"server_epochs": 20},
         "rounds": 4,
         "attacks": ATTACKS[1:],

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 
 from barter import ALGORITHMS, Experiment
+from barter.algorithms.fedaf import FedAF
 from barter.core.wire_settings import WireSettings
 from barter.data.partition import Dirichlet
 
@@ -45,7 +46,13 @@ QUICK: dict[str, dict[str, Any]] = {
     "fedavg": {"epochs": 3, "batch_size": 50},
     "fedkd": {"epochs": 2, "batch_size": 50},
     "fedproto": {"epochs": 2, "batch_size": 50},
-    "fedaf": {"ipc": 5, "steps": 5, "server_epochs": 60, "server_lr": 0.05},
+    "fedaf": {
+        **FedAF.presets["small-images"],
+        "ipc": 5,
+        "steps": 5,
+        "server_epochs": 60,
+        "server_lr": 0.05,
+    },
     "dfrd": {"epochs": 2, "batch_size": 50, "iterations": 2, "samples": 16, "global_steps": 2},
 }
 # As in the comparison of methods on CIFAR-100.

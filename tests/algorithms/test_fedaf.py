@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
+from barter.algorithms.condensation import perturb_parameters
 from barter.algorithms.fedaf import (
     FedAF,
     mean_by_class,
@@ -18,13 +19,13 @@ from barter.algorithms.fedaf import (
     server_loss,
     symmetric_kl,
 )
-from barter.algorithms.feddm import FedDM, perturb_parameters
+from barter.algorithms.feddm import FedDM
 from barter.core.clients import Replies
 from barter.core.images import Augment, Spec, prepare_batch
 from barter.core.record import Round
 from barter.data.task import Data
 from barter.ops.condense import averaging_matrix
-from tests.conftest import small_federation, tiny
+from tests.conftest import same, small_federation, tiny
 from tests.ops.test_condense import Linear
 
 SPEC = Spec(1, 1, 2, 3, (0.5,), (0.25,))
@@ -99,6 +100,21 @@ def test_feddm_draws_networks_at_a_distance() -> None:
     assert apart.norm().item() == pytest.approx(5.0, rel=1e-5)
 
 
+def test_fedaf_without_its_terms_is_feddm_with_fedafs_momentum() -> None:
+    """Networks, logits and weight decay are FedDM's by default; the paper's are an option."""
+    settings: Any = {"ipc": 2, "steps": 5, "server_epochs": 4, "clip": 2.0}
+    dm = small_federation(FedDM(image_momentum=0.9, **settings))
+    af = small_federation(FedAF(lambda_loc=0.0, lambda_glob=0.0, **settings))
+    sampled_otherwise = small_federation(
+        FedAF(lambda_loc=0.0, lambda_glob=0.0, rho=None, **settings)
+    )
+    for experiment in (dm, af, sampled_otherwise):
+        list(experiment.rounds(2))
+    weights = dm.server.model.state_dict()
+    assert same(af.server.model.state_dict(), weights)
+    assert not same(sampled_otherwise.server.model.state_dict(), weights)
+
+
 def test_the_mean_logits_of_a_class_and_its_soft_label() -> None:
     experiment = small_federation(tiny("fedaf"))
     client: Any = experiment.engine.clients[0]
@@ -169,7 +185,7 @@ def test_collaboration_draws_what_is_sent_to_what_everybody_has() -> None:
     local = {k: FedAF().summarise(client) for k, client in clients.items()}
     shared = FedAF().merge(experiment.server, Replies(local, dict.fromkeys(local, 1), {}))
     client, apart = clients[0], {}
-    for weight in (0.0, FedAF().lambda_loc):
+    for weight in (0.0, 10.0):
         given, u = given_away(client, shared, lambda_loc=weight)
         apart[weight] = (
             (u - shared["logits"][torch.isin(shared["classes"], given["classes"])])
@@ -199,7 +215,7 @@ def test_knowledge_matching_holds_the_model_to_what_it_knew_of_the_originals() -
         0: {"classes": held, "sizes": torch.tensor([2, 2]), "images": images, "soft": soft}
     }
     gap = {}
-    for weight in (0.0, FedAF().lambda_glob):
+    for weight in (0.0, 1.0):
         server.model.load_state_dict(before)
         torch.manual_seed(0)
         FedAF(server_epochs=60, lambda_glob=weight, tau=1.0).train(
@@ -302,6 +318,7 @@ def test_presets_are_the_papers() -> None:
         None,
         5,
     )
+    assert (paper.rho, paper.match_logits, paper.weight_decay) == (None, False, 0.0)
     assert (paper.server_epochs, paper.server_lr, paper.batch_size, paper.fraction) == (
         500,
         1e-3,

@@ -32,10 +32,22 @@ from barter.ops.condense import (
 from barter.ops.fit import Trainer, epoch_length, index_batches, sgd
 from barter.ops.synthesis import variety
 
-__all__ = ["Condensation", "Condenser"]
+__all__ = ["Condensation", "Condenser", "perturb_parameters"]
 
 # Condensed images whose variety is below this share of the originals' are nearly identical.
 ALIKE = 0.1
+
+
+@torch.no_grad()
+def perturb_parameters(rho: float, model: Classifier) -> None:
+    """Move a model's parameters, as one vector, by distance ρ in a random direction.
+
+    The parameters are changed in place.
+    """
+    directions = [torch.randn_like(parameter) for parameter in model.parameters()]
+    length = torch.stack([direction.square().sum() for direction in directions]).sum().sqrt()
+    for parameter, direction in zip(model.parameters(), directions, strict=True):
+        parameter.add_(rho * direction / length)
 
 
 class Condenser(Client):

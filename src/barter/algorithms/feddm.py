@@ -23,13 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from barter.algorithms.condensation import Condensation, Condenser
+from barter.algorithms.condensation import Condensation, Condenser, perturb_parameters
 from barter.core.algorithm import Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.images import Augment
-from barter.core.model import Classifier
 from barter.core.nodes import Server
 from barter.core.params import NonNegative, Positive
 from barter.ops.condense import Lot, concatenate_lots
@@ -37,18 +34,6 @@ from barter.ops.fit import classification
 from barter.ops.trust import trusted_sets
 
 __all__ = ["FedDM"]
-
-
-@torch.no_grad()
-def perturb_parameters(rho: float, model: Classifier) -> None:
-    """Move a model's parameters, as one vector, by distance ρ in a random direction.
-
-    The parameters are changed in place.
-    """
-    directions = [torch.randn_like(parameter) for parameter in model.parameters()]
-    length = torch.stack([direction.square().sum() for direction in directions]).sum().sqrt()
-    for parameter, direction in zip(model.parameters(), directions, strict=True):
-        parameter.add_(rho * direction / length)
 
 
 @dataclass(frozen=True, kw_only=True)
