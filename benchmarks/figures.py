@@ -3,8 +3,8 @@
     python -m benchmarks.figures            write all figures
     python -m benchmarks.figures --check    write nothing; exit with 1 if a figure is out of date
 
-A figure has a panel for each setting, with accuracy over rounds: the mean over seeds of
-each method, and the paper's figure as a dashed line.
+A figure has a panel for each setting, with accuracy or another share over rounds: the mean over
+seeds of each method, and the paper's figure as a dashed line.
 """
 
 from __future__ import annotations
@@ -40,11 +40,17 @@ text { font: 11px sans-serif; fill: #6b7785 }
 
 
 class Panel(NamedTuple):
-    """A setting: its title, the stored row of each method, and the recipe with the paper's figure."""
+    """A setting: its title and the stored row of each method.
+
+    Attributes:
+        recipe: The recipe with the paper's figure; empty for none.
+        metric: What is drawn; empty for the accuracy of the method's model.
+    """
 
     title: str
     rows: Mapping[str, str]
-    recipe: str
+    recipe: str = ""
+    metric: str = ""
 
 
 FIGURES = {
@@ -84,6 +90,15 @@ FIGURES = {
             ("1.0", "dffke-cifar100-alpha-1.0"),
             ("0.1", "averaging: dffke, partition.alpha=0.1"),
         )
+    ],
+    "fedzge-limits.svg": [
+        Panel(
+            f"{title}: {what}",
+            {name: f"fedzge-limits: {data}, {name}" for name in ("default", "private images")},
+            metric=metric,
+        )
+        for metric, what in (("server", "server's model"), ("recognised", "images recognised"))
+        for data, title in (("digits", "digits"), ("cifar10-5k", "CIFAR-10"))
     ],
     "cifar100-methods.svg": [
         Panel(
@@ -130,16 +145,14 @@ def paper_accuracy(recipe: str) -> float | None:
 
 def draw_panel(panel: Panel, rows: Mapping[str, Sequence[StoredRun]], left: int, above: int) -> str:
     """Return the SVG elements of a panel whose plot starts `left` and `above` pixels from the corner."""
-    curves = {
-        name: read_curve(
-            rows[row], name in TRAINED_BEFORE, "server" if name in SERVER_MODEL else "global"
-        )
-        for name, row in panel.rows.items()
-    }
+    curves = {}
+    for name, row in panel.rows.items():
+        metric = panel.metric or ("server" if name in SERVER_MODEL else "global")
+        curves[name] = read_curve(rows[row], name in TRAINED_BEFORE, metric)
     paper = paper_accuracy(panel.recipe)
     highest = max(value for curve in curves.values() for value in curve.values())
     top = 10 * (int(max(highest, paper or 0.0)) // 10 + 1)
-    last = max(max(curve) for curve in curves.values())
+    last = max(max(curve, default=0) for curve in curves.values())
 
     def x(number: float) -> float:
         return left + WIDTH * number / last
@@ -186,7 +199,9 @@ def draw(panels: Sequence[Panel], rows: Mapping[str, Sequence[StoredRun]]) -> st
     start = LEFT
     level = bottom + 50
     strokes = [f'stroke="{colour}" stroke-width="2"' for colour in COLOURS]
-    entries = [*zip(panels[0].rows, strokes, strict=False), ("the paper's DFFKE", 'class="paper"')]
+    entries = [*zip(panels[0].rows, strokes, strict=False)]
+    if any(panel.recipe for panel in panels):
+        entries.append(("the paper's DFFKE", 'class="paper"'))
     for name, stroke in entries:
         line = f'x1="{start}" x2="{start + 22}" y1="{level - 4}" y2="{level - 4}"'
         legend += f'<line {stroke} {line}/>\n<text x="{start + 28}" y="{level}">{name}</text>\n'

@@ -18,6 +18,7 @@ import torch
 
 from barter import Experiment
 from barter.algorithms.fedzge import FedZGE
+from barter.compute.precision import full_precision
 from barter.core.clients import Replies
 from barter.engines.local import LocalEngine
 from barter.ops.zeroth import sample_directions
@@ -43,8 +44,9 @@ def cosine(preset: str, queries: int, experiment: Experiment, seed: int) -> floa
         return torch.stack([client.model.eval()(points) for client in clients.values()])
 
     model, images = server.model.eval(), x.clone().requires_grad_()
-    (true,) = torch.autograd.grad(loss(said(images), model(images), images), images)
-    with torch.no_grad():
+    with full_precision():
+        (true,) = torch.autograd.grad(loss(said(images), model(images), images), images)
+    with torch.no_grad(), full_precision():
         answers = torch.stack(
             [said(points) for points in (x, *(x + algorithm.eps * direction for direction in u))]
         )
