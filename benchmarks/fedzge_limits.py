@@ -1,6 +1,6 @@
 """Where FedZGE's server loses: its gradient, its images, or its distillation?
 
-    python benchmarks/fedzge_limits.py --data cifar10.npz --models resnets-3-3-4 --clients 10 --alpha 0.5 --rounds 8
+    python -m benchmarks.fedzge_limits --data cifar10.npz --models resnets-3-3-4 --clients 10 --alpha 0.5 --rounds 8
 
 Three runs with the same seed: the default; with private images in place of generated ones, which separates what the
 images lose from what distillation loses; and these with ten times the server's steps. After each round of the default,

@@ -152,7 +152,7 @@ def draw_panel(panel: Panel, rows: Mapping[str, Sequence[StoredRun]], left: int,
     paper = paper_accuracy(panel.recipe)
     highest = max(value for curve in curves.values() for value in curve.values())
     top = 10 * (int(max(highest, paper or 0.0)) // 10 + 1)
-    last = max(max(curve, default=0) for curve in curves.values())
+    last = max(max(curve) for curve in curves.values())
 
     def x(number: float) -> float:
         return left + WIDTH * number / last

@@ -67,6 +67,7 @@ CHUNK = 1000  # images that are prepared at a time
 GIVEN = "given"  # HtFLlib's name of the data set and of the family of networks that it is given
 SHARED = "HTFLLIB_SHARED_NETWORK"  # the variable with the expression that builds the shared network
 EVALUATION_LINE = "Seconds of evaluation:"  # printed by one of the patches
+Run = Mapping[str, Any]  # a run as the file of results holds it
 PACKAGES = ("torch", "torchvision", "numpy", "sklearn", "barter")
 
 
@@ -786,6 +787,18 @@ def later_seconds(run: Mapping[str, Any], name: str = "seconds") -> float:
     return float(statistics.median(entry[name] for entry in rounds))
 
 
+def pair_runs(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
+    """Yield HtFLlib's run beside each of barter's with the same method, settings and images."""
+    same = ("method", "settings", "commit", "images")
+    for ours in runs:
+        if ours["library"] != "barter":
+            continue
+        for theirs in runs:
+            if theirs["library"] == "htfllib" and all(theirs[name] == ours[name] for name in same):
+                yield theirs, ours
+                break
+
+
 def make_table(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table of runs: HtFLlib's beside each of barter's with the same settings."""
     lines = [
@@ -793,18 +806,7 @@ def make_table(runs: Sequence[Mapping[str, Any]]) -> str:
         "evaluation, s | accuracy |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for ours in runs:
-        if ours["library"] != "barter":
-            continue
-        same = ("method", "settings", "commit", "images")
-        pairs = [
-            run
-            for run in runs
-            if run["library"] == "htfllib" and all(run[name] == ours[name] for name in same)
-        ]
-        if not pairs:
-            continue
-        theirs = pairs[0]
+    for theirs, ours in pair_runs(runs):
         settings = ours["settings"]
         both = (theirs, ours)
         lines.append(

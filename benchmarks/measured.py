@@ -625,18 +625,9 @@ def beside_htfllib() -> Table:
     Seconds are medians of the rounds after the first. "Computing" is barter's without what it
     writes to the disk.
     """
-    runs = stored("htfllib.json")["runs"]
     heading = ["method", "HtFLlib, s", "barter, s", "ratio", "computing, s", "evaluation, s"]
     table = [[*heading, "accuracy, HtFLlib", "accuracy, barter"]]
-    for ours in runs:
-        if ours["library"] != "barter":
-            continue
-        (theirs,) = (
-            run
-            for run in runs
-            if run["library"] == "htfllib"
-            and all(run[name] == ours[name] for name in ("method", "settings", "images"))
-        )
+    for theirs, ours in htfllib.pair_runs(stored("htfllib.json")["runs"]):
         seconds = [htfllib.later_seconds(run) for run in (theirs, ours)]
         computing = median(
             entry["phases"]["round"] - entry["phases"]["evaluate"] for entry in ours["rounds"][1:]

@@ -106,7 +106,7 @@ def test_fedaf_without_its_terms_is_feddm_with_fedafs_momentum() -> None:
     dm = small_federation(FedDM(image_momentum=0.9, **settings))
     af = small_federation(FedAF(lambda_loc=0.0, lambda_glob=0.0, **settings))
     sampled_otherwise = small_federation(
-        FedAF(lambda_loc=0.0, lambda_glob=0.0, rho=None, **settings)
+        FedAF(lambda_loc=0.0, lambda_glob=0.0, gamma=0.9, **settings)
     )
     for experiment in (dm, af, sampled_otherwise):
         list(experiment.rounds(2))
@@ -318,7 +318,7 @@ def test_presets_are_the_papers() -> None:
         None,
         5,
     )
-    assert (paper.rho, paper.match_logits, paper.weight_decay) == (None, False, 0.0)
+    assert (paper.match_logits, paper.weight_decay) == (False, 0.0)
     assert (paper.server_epochs, paper.server_lr, paper.batch_size, paper.fraction) == (
         500,
         1e-3,

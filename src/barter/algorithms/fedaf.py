@@ -42,7 +42,7 @@ Differences from the paper by default (preset "paper" has its values for CIFAR-1
 - `clip`: the gradient of images is clipped. Networks sampled by Eq. 17 stay close to the global
   model, so that gradients are small in the first round and a hundred times larger once the model is
   trained: one learning rate is too small for the first round or too large for later ones.
-- `rho`, `match_logits`, `weight_decay`: networks are sampled, logits matched and the model
+- `gamma`, `rho`, `match_logits`, `weight_decay`: networks are sampled, logits matched and the model
   regularised as in FedDM. With Eq. 17 and features alone FedAF stays below FedDM on photographs.
 - `lambda_loc`, `lambda_glob`: larger than the paper's for CIFAR-10.
 - `server_lr`: larger than the paper's.
@@ -198,7 +198,7 @@ class FedAF(Condensation):
             "init_images": 5,
             "lambda_loc": 1e-4,
             "lambda_glob": 0.01,
-            "rho": None,
+            "gamma": 0.9,
             "match_logits": False,
             "server_epochs": 500,
             "server_lr": 1e-3,
@@ -207,7 +207,7 @@ class FedAF(Condensation):
         "small-images": {
             "lambda_loc": 10.0,
             "lambda_glob": 1.0,
-            "rho": None,
+            "gamma": 0.9,
             "match_logits": False,
             "weight_decay": 0.0,
         },
@@ -221,10 +221,10 @@ class FedAF(Condensation):
     lambda_loc: NonNegative = 0.1
     # λ_glob: weight of knowledge matching, 0 disables LGKM; the paper has 0.01 or 2
     lambda_glob: NonNegative = 0.1
-    # ρ: distance of a sampled network from the global model, as in FedDM; none samples by Eq. 17, as
-    # in the paper
-    rho: Positive | None = 5.0
-    gamma: Fraction = 0.9  # γ of Eq. 17: share of the global model in a sampled network
+    # γ of Eq. 17: share of the global model in a sampled network, 0.9 in the paper; none samples
+    # networks at distance ρ
+    gamma: Fraction | None = None
+    rho: Positive = 5.0  # ρ: distance of a sampled network from the global model, as in FedDM
     match_logits: bool = True  # match mean logits too, as in FedDM; only features in the paper
     weight_decay: NonNegative = 5e-4  # weight decay of the SGD for the model; 0 in the paper
     tau: Positive = 2.0  # τ: temperature of the soft labels; not given in the paper
@@ -274,10 +274,10 @@ class FedAF(Condensation):
             shared: All clients' mean logits, from `merge`.
         """
         own = self.summarise(client)
-        if self.rho is None:
-            sampled = partial(mix_with_new_weights, self.gamma)
-        else:
+        if self.gamma is None:
             sampled = partial(perturb_parameters, self.rho)
+        else:
+            sampled = partial(mix_with_new_weights, self.gamma)
         lot = self.condense_for_upload(
             client,
             self.momentum,
