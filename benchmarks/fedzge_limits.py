@@ -1,9 +1,9 @@
-"""Where FedZGE's server loses: its gradient, its images, or its distillation?
+"""Where FedZGE's server loses: by its gradient, by its images, or by what the clients know?
 
     python -m benchmarks.fedzge_limits --data cifar10.npz --models resnets-3-3-4 --clients 10 --alpha 0.5 --rounds 8
 
 Three runs with the same seed: the default; with private images in place of generated ones, which separates what the
-images lose from what distillation loses; and these with ten times the server's steps. After each round of the default,
+images lose from the rest; and these with ten times the server's steps. After each round of the default,
 the estimated gradient is compared with the true one, which autograd gives with the clients' networks at hand.
 `RealImages` is a measuring instrument without any privacy. Curves are stored as in `barter.recipes.stored`.
 """
@@ -67,10 +67,10 @@ class RealImages(FedZGE):
     def generate_images(
         self, server: QueryServer, generator: LabelGenerator, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random images of the clients, as many of each class as far as there are any."""
+        """Return random images of the clients, class-balanced where possible."""
         images, labels = server.spectrum
         order = torch.randperm(len(labels), device=labels.device)
-        # The place of each image among those of its class, in random order: low places first.
+        # Rank each image among those of its class, in random order; low ranks are taken first.
         rank = torch.zeros_like(labels)
         for c in range(server.spec.classes):
             own = order[labels[order] == c]
@@ -88,9 +88,9 @@ RUNS: dict[str, tuple[type[FedZGE], dict[str, object]]] = {
 
 
 def measure_run(name: str, args: argparse.Namespace) -> StoredRun:
-    """Run one of `RUNS` and return its curves, all as shares between 0 and 1.
+    """Run one of `RUNS` and return its curves.
 
-    Besides accuracies: `recognised`, the share of images whose class the clients together predict,
+    Besides accuracies and seconds: `recognised`, the share of images whose class the clients together predict,
     `agreement` of the server's model with them on these images, and `cosine` of the estimated
     gradient with the true one (of the default only).
     """
@@ -117,19 +117,20 @@ def measure_run(name: str, args: argparse.Namespace) -> StoredRun:
             "seconds": record.seconds["round"],
         }
         if kind is FedZGE:
-            found = [
+            cosines = [
                 cosine("sound", FedZGE().queries, experiment, seed) for seed in range(args.batches)
             ]
-            values["cosine"] = sum(found) / len(found)
+            values["cosine"] = sum(cosines) / len(cosines)
         for key, value in values.items():
             curve.setdefault(key, []).append(value if key == "round" else round(value, 4))
         sys.stdout.write(f"{name}: {json.dumps(values)}\n")
         sys.stdout.flush()
     settings = {
-        "algorithm.name": "fedzge",
+        "algorithm.name": "fedzge" if kind is FedZGE else f"{__spec__.name}:{kind.__name__}",
         **{f"algorithm.{field}": value for field, value in fields.items()},
         "data.source": source if source == "digits" else f"npz:{source}.npz",
-        **({"data.size": args.size} if args.size else {}),
+        "data.flip": bool(args.data),
+        "data.size": args.size or "none",
         "partition.alpha": args.alpha,
         "clients": args.clients,
         "models": args.models,

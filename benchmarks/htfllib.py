@@ -788,7 +788,10 @@ def later_seconds(run: Mapping[str, Any], name: str = "seconds") -> float:
 
 
 def pair_runs(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-    """Yield HtFLlib's run beside each of barter's with the same method, settings and images."""
+    """Yield HtFLlib's run beside each of barter's, in any precision.
+
+    Method, settings, commit and images are the same.
+    """
     same = ("method", "settings", "commit", "images")
     for ours in runs:
         if ours["library"] != "barter":

@@ -625,7 +625,15 @@ def beside_htfllib() -> Table:
     Seconds are medians of the rounds after the first. "Computing" is barter's without what it
     writes to the disk.
     """
-    heading = ["method", "HtFLlib, s", "barter, s", "ratio", "computing, s", "evaluation, s"]
+    heading = [
+        "networks",
+        "method",
+        "HtFLlib, s",
+        "barter, s",
+        "ratio",
+        "computing, s",
+        "evaluation, s",
+    ]
     table = [[*heading, "accuracy, HtFLlib", "accuracy, barter"]]
     for theirs, ours in htfllib.pair_runs(stored("htfllib.json")["runs"]):
         seconds = [htfllib.later_seconds(run) for run in (theirs, ours)]
@@ -640,7 +648,10 @@ def beside_htfllib() -> Table:
         cells = [f"{value:.2f}" for value in seconds]
         cells += [f"{seconds[0] / seconds[1]:.1f}", f"{computing:.2f}"]
         cells.append(" / ".join(f"{value:.2f}" for value in evaluation))
-        table.append([NAMES[ours["method"]], *cells, *accuracies])
+        networks = f"{ours['settings']['models']}, {ours['settings']['size']} px"
+        if ours["precision"] != "auto":
+            networks += f", {ours['precision']}"
+        table.append([networks, NAMES[ours["method"]], *cells, *accuracies])
     return table
 
 

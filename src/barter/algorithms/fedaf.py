@@ -47,8 +47,8 @@ Differences from the paper by default (preset "paper" has its values for CIFAR-1
 - `lambda_loc`, `lambda_glob`: larger than the paper's for CIFAR-10.
 - `server_lr`: larger than the paper's.
 
-Preset "small-images" has weights of the two terms at which they act, and networks sampled by Eq. 17:
-up to a point more on small grey images, and several points less on photographs.
+Preset "small-images" samples networks by Eq. 17 and gives the two terms weights that change the
+result: up to a point above FedDM on small grey images, and several points below it on photographs.
 """
 
 from __future__ import annotations
@@ -224,7 +224,8 @@ class FedAF(Condensation):
     # γ of Eq. 17: share of the global model in a sampled network, 0.9 in the paper; none samples
     # networks at distance ρ
     gamma: Fraction | None = None
-    rho: Positive = 5.0  # ρ: distance of a sampled network from the global model, as in FedDM
+    # ρ: distance of a sampled network from the global model, as in FedDM; used if gamma is none
+    rho: Positive = 5.0
     match_logits: bool = True  # match mean logits too, as in FedDM; only features in the paper
     weight_decay: NonNegative = 5e-4  # weight decay of the SGD for the model; 0 in the paper
     tau: Positive = 2.0  # τ: temperature of the soft labels; not given in the paper

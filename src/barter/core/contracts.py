@@ -68,9 +68,9 @@ class Floats:
         most: The largest value, as a number or the name of a size.
         half: The name of the algorithm's field or property that says whether the tensor has half
             precision; empty for never.
-        compared: Whether the size of the values is compared with the other clients'. False where
-            large values do no harm, such as logits that only enter a softmax: those of an honest
-            client for images unlike its own can be hundreds of times the usual ones.
+        compared: Whether an answer is refused if its values are far larger than the other clients'.
+            False where large values do no harm, such as logits that only enter a softmax: those of
+            an honest client for images unlike its own can be hundreds of times the usual ones.
     """
 
     dtype = torch.float32
