@@ -151,7 +151,8 @@ def overview() -> Table:
             "**DFFKE**, barter's default",
             "any",
             f"**{accuracy(default, 'dffke-cifar100-alpha-1.0', 'global', 14)}**",
-            f"**{accuracy(averaging, dffke, 'global', 14)}**",
+            f"**{accuracy(averaging, dffke, 'global', 14)}**; "
+            f"{accuracy(averaging, dffke, 'global', 50)} after 50",
             f"{megabytes(averaging, dffke):.0f}",
             f"**{accuracy(fashion, 'baselines-fashion-10k: dffke', 'global', 5)}**",
             "**shows near-copies of private images to every client**; weights, embeddings and "
@@ -222,7 +223,7 @@ def encoded_traffic() -> Table:
     exact = group_by_row(read_stored_runs(RESULTS / "averaging.jsonl"))
     encoded = group_by_row(read_stored_runs(RESULTS / "dffke-wire.jsonl"))
     rows = {
-        "`exact`": exact["averaging: dffke, partition.alpha=0.1"],
+        "`exact`": exact["averaging: dffke, partition.alpha=0.1, 14 rounds"],
         "`lean`": encoded["dffke-wire: lean"],
         '`lean`, `images = "webp-7bit"`': encoded["dffke-wire: lean, images=webp-7bit"],
         '`small`, `images = "webp-90"`': encoded["dffke-wire: small, images=webp-90"],

@@ -44,8 +44,7 @@ Differences from the paper by default (preset "paper" has its values for CIFAR-1
   trained: one learning rate is too small for the first round or too large for later ones.
 - `gamma`, `rho`, `match_logits`, `weight_decay`: networks are sampled, logits matched and the model
   regularised as in FedDM. With Eq. 17 and features alone FedAF stays below FedDM on photographs.
-- `lambda_loc`, `lambda_glob`: larger than the paper's for CIFAR-10.
-- `server_lr`: larger than the paper's.
+- `lambda_loc`, `server_lr`: larger than the paper's.
 
 Preset "small-images" samples networks by Eq. 17 and gives the two terms weights that change the
 result: up to a point above FedDM on small grey images, and several points below it on photographs.
@@ -220,7 +219,7 @@ class FedAF(Condensation):
     # λ_loc: weight of the collaborative term, 0 disables CDC; the paper has 0.0001
     lambda_loc: NonNegative = 0.1
     # λ_glob: weight of knowledge matching, 0 disables LGKM; the paper has 0.01 or 2
-    lambda_glob: NonNegative = 0.1
+    lambda_glob: NonNegative = 0.01
     # γ of Eq. 17: share of the global model in a sampled network, 0.9 in the paper; none samples
     # networks at distance ρ
     gamma: Fraction | None = None
