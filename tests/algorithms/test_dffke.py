@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -224,8 +225,18 @@ def test_with_mixup_a_student_learns_the_mixed_predictions(temperature: float) -
     teacher[1] = 0.6 * teacher[1] + 0.4 * teacher[0]
     student = softmax(x @ np.array(A).T @ np.array(B).T / temperature)
     expected = temperature**2 * (teacher * np.log(teacher / student)).sum(1).mean()
-    loss = algorithm.exchange_loss(model, model.features(seen), torch.tensor(target).float())
+    features, logits = model.features(seen), torch.tensor(target).float()
+    loss = algorithm.exchange_loss(model, features, logits)
     assert loss.item() == pytest.approx(expected, abs=1e-5)
+    reverse = temperature**2 * (student * np.log(student / teacher)).sum(1).mean()
+    loss = replace(algorithm, direction="student").exchange_loss(model, features, logits)
+    assert loss.item() == pytest.approx(reverse, abs=1e-5)
+    # Docked embeddings: the student's are features @ (1, 1) + 0.5, the peer's 1 and 0.6 * -1 + 0.4.
+    translated = x @ np.array(A).T @ np.array([[1.0], [1.0]]) + 0.5
+    distance = ((translated - np.array([[1.0], [-0.2]])) ** 2).mean()
+    docked = torch.tensor([[1.0], [-1.0]]), torch.tensor([[1.0, 1.0]]), torch.tensor([0.5])
+    loss = replace(algorithm, embedding_loss=True).exchange_loss(model, features, logits, *docked)
+    assert loss.item() == pytest.approx(expected + distance, abs=1e-5)
 
 
 def test_a_student_sees_transfer_images_augmented() -> None:

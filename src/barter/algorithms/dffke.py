@@ -113,7 +113,7 @@ __all__ = ["DFFKE", "DFFKEClient", "DFFKEServer"]
 
 # Teachers are nearly certain of what photographs show; the other classes of their answers teach too.
 PHOTOGRAPH_TEMPERATURE = 3.0
-SMALLEST_PROBABILITY = 1e-12  # of mixed predictions, whose logarithm is taken
+SMALLEST_PROBABILITY = 1e-12  # of mixed predictions; their logarithm is taken
 DOCKING_WEIGHT_DECAY = 1e-3  # weight decay of the docking layers' Adam, as in the authors' code
 
 Tensors: TypeAlias = dict[int, Tensor]  # one tensor per client
@@ -169,10 +169,11 @@ def augment_and_resize(spec: Spec, augment: Augment, images: Tensor, mixup: floa
 
 
 def mix_neighbours(rows: Tensor, largest: float) -> Tensor:
-    """Mix each row of a batch with the row before it, the first with the last.
+    """Mix each row of a batch with the row before it; the first stays as it is.
 
-    The shares of the other row rise evenly from 0 for the first row to `largest` for the last. So
-    images and their targets are mixed alike, and in shuffled batches at random.
+    The share of the other row rises evenly from 0 for the first row to `largest` for the last. It
+    depends on the position alone, so that images and their targets get the same shares without
+    sharing random numbers. Batches are shuffled, so pairs and shares are random.
     """
     shares = torch.linspace(0.0, largest, len(rows), device=rows.device, dtype=rows.dtype)
     return rows + shares.view(-1, *[1] * (rows.ndim - 1)) * (rows.roll(1, 0) - rows)
@@ -307,8 +308,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     mixed: bool = True
     # students see transfer images shifted and mirrored, like private images; not in the paper
     augmented: bool = True
-    # mixup: students see transfer images mixed with others, up to this share, and their logits'
-    # probabilities mixed alike; 0 in the paper
+    # mixup: largest share of another transfer image of the same round and batch in an image that
+    # students see; teachers' probabilities are mixed by the same share; 0 is off, as in the paper
     mixup: Annotated[float, Range(ge=0, le=1)] = 0.0
     # learning rates of clients and decoder decay within each phase; constant in the paper
     cosine: bool = True
