@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from barter import DFFKE, Classifier
-from barter.algorithms.dffke import augment_and_resize, mix_neighbours, review_loss
+from barter.algorithms.dffke import augment_and_resize, review_loss
 from barter.core.images import Augment, Spec
 from barter.ops.docking import docking_loss
 from barter.ops.inversion import CodeBatch, Terms, Viewer, decoded_inversion_loss, discrepancy
@@ -200,43 +199,6 @@ def test_private_images_are_judged_by_what_is_frequent_at_home() -> None:
         told = () if home is None else (torch.tensor(home).float().log(),)
         loss = review_loss(model, features, torch.tensor(labels), *told)
         assert loss.item() == pytest.approx(-np.log(said[[0, 1], labels]).mean(), abs=1e-5)
-
-
-def test_rows_are_mixed_with_the_row_before_by_rising_shares() -> None:
-    rows = torch.tensor([[0.0, 4.0], [2.0, 0.0], [8.0, -4.0]])
-    # Shares 0, 0.25 and 0.5 of the row before.
-    mixed = [[0.0, 4.0], [1.5, 1.0], [5.0, -2.0]]
-    assert mix_neighbours(rows, 0.5).tolist() == mixed
-    assert mix_neighbours(rows[:, :, None, None], 0.5).flatten(1).tolist() == mixed
-    assert mix_neighbours(rows[:1], 0.5).tolist() == rows[:1].tolist(), "nothing to mix with"
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_with_mixup_a_student_learns_the_mixed_predictions(temperature: float) -> None:
-    model = Linear(A, B)
-    x = np.array([[0.3, -0.2], [1.0, 0.5]])
-    target = np.array([[4.0, 0.0, -1.0], [0.0, 1.0, 2.0]])
-    algorithm = DFFKE(mixup=0.4, temperature=temperature)
-    images = torch.tensor(x).float().view(2, 1, 1, 2)
-    seen = augment_and_resize(SPEC, Augment(), images, mixup=algorithm.mixup)
-    x[1] = 0.6 * x[1] + 0.4 * x[0]  # The first row has no share of the last.
-    assert seen.flatten(1).numpy() == pytest.approx(x)
-    teacher = softmax(target / temperature)
-    teacher[1] = 0.6 * teacher[1] + 0.4 * teacher[0]
-    student = softmax(x @ np.array(A).T @ np.array(B).T / temperature)
-    expected = temperature**2 * (teacher * np.log(teacher / student)).sum(1).mean()
-    features, logits = model.features(seen), torch.tensor(target).float()
-    loss = algorithm.exchange_loss(model, features, logits)
-    assert loss.item() == pytest.approx(expected, abs=1e-5)
-    reverse = temperature**2 * (student * np.log(student / teacher)).sum(1).mean()
-    loss = replace(algorithm, direction="student").exchange_loss(model, features, logits)
-    assert loss.item() == pytest.approx(reverse, abs=1e-5)
-    # Docked embeddings: the student's are features @ (1, 1) + 0.5, the peer's 1 and 0.6 * -1 + 0.4.
-    translated = x @ np.array(A).T @ np.array([[1.0], [1.0]]) + 0.5
-    distance = ((translated - np.array([[1.0], [-0.2]])) ** 2).mean()
-    docked = torch.tensor([[1.0], [-1.0]]), torch.tensor([[1.0, 1.0]]), torch.tensor([0.5])
-    loss = replace(algorithm, embedding_loss=True).exchange_loss(model, features, logits, *docked)
-    assert loss.item() == pytest.approx(expected + distance, abs=1e-5)
 
 
 def test_a_student_sees_transfer_images_augmented() -> None:

@@ -277,7 +277,6 @@ CHANGES: list[dict[str, Any]] = [
     {"exchange_steps": 3},
     {"mixed": False},
     {"augmented": False},
-    {"mixup": 0.5},
     {"cosine": False},
     {"balanced": False},
     {"peers": 1},
@@ -328,7 +327,7 @@ def test_no_option_was_forgotten() -> None:
 
 def test_the_papers_preset_is_the_paper() -> None:
     paper, code = DFFKE.preset("paper"), DFFKE.preset("code")
-    off = "parts mixed mixup whiten cosine balanced augmented warm_decoder local_review"
+    off = "parts mixed whiten cosine balanced augmented warm_decoder local_review"
     assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(
         off.split(), False
     )

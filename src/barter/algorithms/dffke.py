@@ -38,8 +38,7 @@ effect of each field):
 - `mixed`: batches hold images of all clients, because training on one client's batch after another
   undoes the previous step. They hold private images too, because normalisation layers would
   otherwise see these with other statistics in training than afterwards.
-- `augmented`: students see augmented transfer images; otherwise they memorise patterns. `mixup`,
-  which is off, also mixes them with each other.
+- `augmented`: students see augmented transfer images; otherwise they memorise patterns.
 - `balanced`: networks do not learn the local class prior. Clients add it to their logits for images
   of their own distribution, so that learning from others costs nothing there. They do not add it
   where they teach: others would learn which classes go with which client's images.
@@ -69,7 +68,7 @@ from barter.core.evaluation import add_offset, predict, record_before_exchange
 from barter.core.images import Augment, Images, Spec, augment_images, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Fraction, NonNegative, Positive, Range, Whole
+from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State, nbytes
 from barter.core.robust import Aggregate
 from barter.core.seeds import stream_seed
@@ -113,7 +112,6 @@ __all__ = ["DFFKE", "DFFKEClient", "DFFKEServer"]
 
 # Teachers are nearly certain of what photographs show; the other classes of their answers teach too.
 PHOTOGRAPH_TEMPERATURE = 3.0
-SMALLEST_PROBABILITY = 1e-12  # of mixed predictions; their logarithm is taken
 DOCKING_WEIGHT_DECAY = 1e-3  # weight decay of the docking layers' Adam, as in the authors' code
 
 Tensors: TypeAlias = dict[int, Tensor]  # one tensor per client
@@ -159,24 +157,9 @@ class DFFKEClient(Client):
     offered: dict[int, Tensor] = {}
 
 
-def augment_and_resize(spec: Spec, augment: Augment, images: Tensor, mixup: float = 0.0) -> Tensor:
-    """Augment transfer images in their own size; resize them to the networks' input.
-
-    With `mixup` they are mixed by `mix_neighbours` afterwards.
-    """
-    resized = resize_images(augment_images(images, augment), spec)
-    return mix_neighbours(resized, mixup) if mixup else resized
-
-
-def mix_neighbours(rows: Tensor, largest: float) -> Tensor:
-    """Mix each row of a batch with the row before it; the first stays as it is.
-
-    The share of the other row rises evenly from 0 for the first row to `largest` for the last. It
-    depends on the position alone, so that images and their targets get the same shares without
-    sharing random numbers. Batches are shuffled, so pairs and shares are random.
-    """
-    shares = torch.linspace(0.0, largest, len(rows), device=rows.device, dtype=rows.dtype)
-    return rows + shares.view(-1, *[1] * (rows.ndim - 1)) * (rows.roll(1, 0) - rows)
+def augment_and_resize(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
+    """Augment transfer images in their own size; resize them to the networks' input."""
+    return resize_images(augment_images(images, augment), spec)
 
 
 def review_loss(
@@ -211,7 +194,6 @@ PAPER_FIELDS: dict[str, object] = {
     "exchange_steps": 0,
     "mixed": False,
     "augmented": False,
-    "mixup": 0.0,
     "cosine": False,
     "balanced": False,
     "temperature": 1.0,
@@ -308,9 +290,6 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     mixed: bool = True
     # students see transfer images shifted and mirrored, like private images; not in the paper
     augmented: bool = True
-    # mixup: largest share of another transfer image of the same round and batch in an image that
-    # students see; teachers' probabilities are mixed by the same share; 0 is off, as in the paper
-    mixup: Annotated[float, Range(ge=0, le=1)] = 0.0
     # learning rates of clients and decoder decay within each phase; constant in the paper
     cosine: bool = True
     # add the log class prior to logits in the cross entropy, so that networks do not learn the
@@ -729,8 +708,6 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
                 )
             )
         show = partial(augment_and_resize, data.spec, self.augment(data))
-        if self.mixup:
-            show = partial(show, mixup=self.mixup)
         loss = partial(self.exchange_loss, model)
         docking = tuple(client.docking.values())
         for rows in collect_lessons(
@@ -754,8 +731,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
 
         It is KL(peer ‖ student) if `direction` is "teacher", otherwise KL(student ‖ peer), of logits
         divided by the temperature and times its square. With `embedding_loss` the mean squared error
-        of docked embeddings is added. With `mixup` the peer's probabilities and embeddings are mixed
-        as the images are.
+        of docked embeddings is added.
 
         Args:
             model: The student, of which only the head is used.
@@ -765,24 +741,14 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
                 student's docking layer.
         """
         student = model.logits(features)
-        if self.mixup:
-            target = self._mix_logits(target)
         teacher, learner = target, student
         if self.direction == "student":
             teacher, learner = student, target
         loss = tempered_kl(self.exchange_temperature, learner, teacher)
         if self.embedding_loss:
             embeddings, weight, bias = docked
-            if self.mixup:
-                embeddings = mix_neighbours(embeddings, self.mixup)
             loss = loss + F.mse_loss(F.linear(features, weight, bias), embeddings)
         return loss
-
-    def _mix_logits(self, logits: Tensor) -> Tensor:
-        """Return logits whose probabilities, at the exchange's temperature, are mixed."""
-        temperature = self.exchange_temperature
-        mixed = mix_neighbours(F.softmax(logits / temperature, 1), self.mixup)
-        return temperature * mixed.clamp_min(SMALLEST_PROBABILITY).log()
 
     def select_offers(self, server: DFFKEServer, offers: Replies[Offer]) -> Replies[Offer]:
         """With a defence, leave out offers whose labels contradict their embeddings.
