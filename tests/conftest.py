@@ -57,6 +57,14 @@ TINY: dict[str, dict[str, Any]] = {
         "exchange_epochs": 1,
         "exchange_steps": 2,
     },
+    "moments": {
+        "max_epochs": 2,
+        "components": 16,
+        "decoder_steps": 4,
+        "decoder_batch": 10,
+        "samples": 20,
+        "batch_size": 20,
+    },
     "fedzge": {
         "epochs": 2,
         "samples": 20,

@@ -69,6 +69,8 @@ EACH_ROUND = {
     "mhat",
     "feddf",
 }
+# What is known before the first exchange, which is in the round of the first training.
+FIRST_ROUND = {"moments"}
 
 
 def require_what_clients_knew_alone(name: str, trial: Trial) -> None:
@@ -79,7 +81,7 @@ def require_what_clients_knew_alone(name: str, trial: Trial) -> None:
         assert said == (set() if name in NEVER_ALONE else {"before_global", "before_local"})
         assert ("before_global" in second[k]) == own_word
         if (
-            said and not own_word
+            said and not own_word and name not in FIRST_ROUND
         ):  # until the next round begins, the client's network is the one it trained alone
             told = first[k]
             for key in ("global", "local"):

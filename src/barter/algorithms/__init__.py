@@ -40,6 +40,7 @@ from barter.algorithms.heterofl import HeteroFL
 from barter.algorithms.lgfedavg import LGFedAvg
 from barter.algorithms.local import Local
 from barter.algorithms.mhat import MHAT
+from barter.algorithms.moments import ClassMoments
 from barter.algorithms.moon import MOON
 from barter.algorithms.perfedavg import PerFedAvg
 from barter.algorithms.pfedla import PFedLA
@@ -55,6 +56,7 @@ __all__ = [
     "MHAT",
     "MOON",
     "Central",
+    "ClassMoments",
     "FedAF",
     "FedAvg",
     "FedBN",
@@ -118,6 +120,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "feddyn": FedDyn,
     "perfedavg": PerFedAvg,
     "pfedla": PFedLA,
+    "moments": ClassMoments,
     "local": Local,
     "central": Central,
 }

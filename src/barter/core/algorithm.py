@@ -27,9 +27,11 @@ from barter.core.robust import Aggregate
 __all__ = ["Algorithm", "Crossing", "ServerModel", "Tells"]
 
 # How much of a part of an answer one private image can influence: nothing, its own label, its own
-# row, or its row as computed by the client's network, which was trained on all images. A part that
-# an algorithm does not declare counts as depending on the image in every value.
-Tells: TypeAlias = Literal["nothing", "label", "row", "row of the network"]
+# row, its row as computed by the client's network, which was trained on all images, or its own term
+# of a sum. All parts of an answer that are sums have one term for each image, and the terms of an
+# image in all these parts together have a Euclidean norm of at most 1. A part that an algorithm
+# does not declare counts as depending on the image in every value.
+Tells: TypeAlias = Literal["nothing", "label", "row", "row of the network", "sum"]
 S = TypeVar("S", bound=Server, default=Server)
 C = TypeVar("C", bound=Client, default=Client)
 
@@ -123,6 +125,9 @@ class Algorithm(Generic[S, C]):
     # What a part of an answer tells about one private image: METHOD.KEY -> how much of the part
     # one private image can influence.
     tells: ClassVar[Mapping[str, Tells]] = {}
+    # Remote methods that a client answers at most once in a run. Privacy noise is calibrated for one
+    # release of theirs, not for one in each round.
+    once: ClassVar[frozenset[str]] = frozenset()
     # Preset name -> hyperparameters.
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     # Field of an older version -> the value by which this version runs; see `drop_retired_fields`.

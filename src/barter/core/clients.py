@@ -137,6 +137,24 @@ class Engine(Protocol):
     def stream(self, name: str) -> torch.Generator: ...
 
 
+def _bind_arguments(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return a remote method's arguments after the client by position, with defaults.
+
+    Raises:
+        TypeError: If they do not fit the method, or it has keyword-only parameters.
+    """
+    bound = inspect.signature(method).bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(
+            f"{method.__name__} has keyword-only parameters {list(bound.kwargs)}, "
+            "which cannot be sent"
+        )
+    return bound.args[1:]
+
+
 class Clients(Sequence[int]):
     """A group of clients as the server sees it.
 
@@ -214,24 +232,26 @@ class Clients(Sequence[int]):
                 if that is None, or the group is smaller.
             TypeError: If the arguments do not fit the method, or it has keyword-only parameters.
         """
-        bound = inspect.signature(method).bind(None, *args, **kwargs)
-        bound.apply_defaults()
-        if bound.kwargs:
-            raise TypeError(
-                f"{method.__name__} has keyword-only parameters {list(bound.kwargs)}, "
-                "which cannot be sent"
-            )
-        return self._ask(method, dict.fromkeys(self._ids, bound.args[1:]))
+        arguments = _bind_arguments(method, args, kwargs)
+        return self._ask(method, dict.fromkeys(self._ids, arguments))
 
-    def run_missing(self, method: Callable[[C], R], answered: Collection[int]) -> Replies[R]:
+    def run_missing(
+        self,
+        method: Callable[Concatenate[C, P], R],
+        answered: Collection[int],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Replies[R]:
         """Run a method on the clients that have not answered it in earlier rounds.
 
         Earlier answers count towards `min_clients`, so that a client that fails again and again
         does not stop a run that continues without it.
 
         Args:
-            method: A bound method of the algorithm that takes the client.
+            method: A bound method of the algorithm whose first parameter is the client.
             answered: The clients whose earlier answers are still used.
+            *args: Its arguments after the client.
+            **kwargs: The same by name; keyword-only parameters are not supported.
 
         Returns:
             The new answers only; none if no client is missing.
@@ -240,7 +260,8 @@ class Clients(Sequence[int]):
             ClientError: If fewer than `min_clients` clients have answered now or earlier.
         """
         missing = [k for k in self._ids if k not in answered]
-        return self._ask(method, dict.fromkeys(missing, ()), earlier=len(answered))
+        arguments = _bind_arguments(method, args, kwargs)
+        return self._ask(method, dict.fromkeys(missing, arguments), earlier=len(answered))
 
     def scatter(self, method: Callable[[C, T], R], payloads: Mapping[int, T]) -> Replies[R]:
         """Run a method on every client, each with its own payload.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from itertools import pairwise
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, Self, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.compute import lanes
-from barter.core.images import Spec
+from barter.core.images import Spec, channel_statistics
 from barter.core.payload import State
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Merge",
     "MergeGenerator",
     "PatchDiscriminator",
+    "PixelDecoder",
     "decoder_side",
     "resize_images",
 ]
@@ -118,18 +119,38 @@ class Decoder(nn.Module):
         return F.adaptive_avg_pool2d(rows.reshape(-1, 128, n * side, n * side), self.side)
 
     @classmethod
-    def from_state(cls, state: State, spec: Spec, parts: int = 0) -> Decoder:
+    def from_state(cls, state: State, spec: Spec, parts: int = 0) -> Self:
         """Return a frozen decoder with this state, in evaluation mode.
 
         The width of codes follows from the state. On a lane the decoder is valid until the next
         call for the same format.
         """
         shape = state["start.weight"].shape
-        name = ("restored", shape, spec, parts)
+        name = ("restored", cls.__name__, shape, spec, parts)
         decoder = _restore(name, lambda: cls(shape[1], spec, parts), state)
         if lanes.current_lane() is None:
             decoder.body.to(memory_format=torch.channels_last)
         return decoder
+
+
+class PixelDecoder(Decoder):
+    """A decoder whose pixels are between black and white.
+
+    `Decoder` gives its images the mean and deviation of the normalised images, which are not known
+    where every client withholds those of its pixels. Here a sigmoid ends the network.
+    """
+
+    def __init__(self, code_dim: int, spec: Spec, parts: int = 0) -> None:
+        super().__init__(code_dim, spec, parts)
+        self.spec = spec
+        tanh_and_norm = 2
+        self.body = self.body[:-tanh_and_norm]
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Decode codes (images, views, width) to normalised images, as `Decoder` does."""
+        mean, std = channel_statistics(self.spec, codes.device)
+        images: Tensor = (super().forward(codes).sigmoid() - mean) / std
+        return images
 
 
 def decoder_side(spec: Spec) -> int:

@@ -18,6 +18,7 @@ from barter.core.model import Classifier, split, verify_split
 from barter.core.params import call_user_code, did_you_mean, import_object
 from barter.models import small
 from barter.models.families import FAMILIES
+from barter.models.filters import filters
 
 __all__ = ["ZOO", "Own", "build_network", "client_architectures", "name_models"]
 
@@ -127,6 +128,7 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
     "small-resnet": small.small_resnet,
     "small-separable": small.small_separable,
     "small-mlp": small.small_mlp,
+    "filters": filters,
 }
 
 

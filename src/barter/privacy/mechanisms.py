@@ -2,7 +2,8 @@
 
 A mechanism that adds noise first clips, to bound the influence of one image. If each row belongs to
 one image (`each=image`) it clips rows. Otherwise (`each=answer`) it clips the answer as a whole,
-which is valid however the answer was computed.
+which is valid however the answer was computed. A sum to which each image adds a term of norm 1 at
+most is not clipped.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "ClassMeans",
     "Each",
     "Gaussian",
+    "Influence",
     "Laplace",
     "Mechanism",
     "ReleaseContext",
@@ -38,6 +40,8 @@ __all__ = [
 ]
 
 Each = Literal["image", "answer"]
+# What one image can change: its own row, the whole answer, or its own term of a sum.
+Influence = Literal["image", "answer", "sum"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class ReleaseContext:
     """The context in which a mechanism is applied to a client's answer."""
 
     client: Client
-    each: Each  # what one image can change in the part: its own row, or the whole answer
+    each: Influence  # what one image can change in the part
     source: Source  # random numbers for the noise
     arguments: Payload = ()  # the arguments of the method
 
@@ -169,8 +173,9 @@ class Additive(Mechanism):
     def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
         """Clip and add noise: to each row, or to all values together.
 
-        With each=answer, all floats of all values are one vector with norm at most C. Values that
-        are not floats become zero or empty. Running variances are clamped to be non-negative.
+        With each=answer, all floats of all values are one vector with norm at most C, to which it is
+        clipped; a sum of terms that are bounded already is not clipped. Values that are not floats
+        become zero or empty. Running variances are clamped to be non-negative.
 
         Raises:
             ConfigError: The values have no rows or floats, or no value sent by the server matches.
@@ -185,7 +190,9 @@ class Additive(Mechanism):
         start = torch.zeros(1, dtype=torch.float64)
         if self.of == "change":
             start = self._start(values, context.arguments)
-        change = self.clip_rows((torch.cat(numbers) - start)[None])[0]
+        change = torch.cat(numbers) - start
+        if (self.each or context.each) == "answer":
+            change = self.clip_rows(change[None])[0]
         released = start + self.add_noise(change, context.source)
         pieces = iter(torch.split(released, [len(leaf) for leaf in numbers]))
 

@@ -27,7 +27,14 @@ from barter.privacy.answer_shapes import (
     unsent_parts,
     words,
 )
-from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism
+from barter.privacy.mechanisms import (
+    Additive,
+    ClassMeans,
+    Gaussian,
+    Influence,
+    Laplace,
+    Mechanism,
+)
 from barter.privacy.parts import answer_parts, expand_part
 from barter.privacy.prices import TRAINING, describe_part
 from barter.privacy.registry import mechanism_of
@@ -139,8 +146,8 @@ class Privacy:
         """Return the settings with all noise multipliers of parts filled in.
 
         Parts without a multiplier get the same one, the least that stays within ε if each mechanism
-        releases once per round. Private training gets the ε and the number of rounds from which
-        each client finds its noise.
+        releases once per round, or once in all for methods of `Algorithm.once`. Private training
+        gets the ε and the number of rounds from which each client finds its noise.
 
         Args:
             algorithm: The algorithm whose answers are protected.
@@ -166,13 +173,14 @@ class Privacy:
         others: Counter[Release] = Counter()
         for part, mechanism in plan.mechanisms.items():
             if part not in free and (release := mechanism.release()) is not None:
-                others[release] += rounds
+                others[release] += plan.most_releases(part, rounds)
         if self.epsilon is None or not free:
             if any(not isinstance(release, GaussianRelease) for release in others):
                 require_accountant()
             return self
         _require_protection(self.epsilon)
-        noise = _tidy(calibrate_noise(self.epsilon, self.delta, rounds * len(free), others))
+        releases = sum(plan.most_releases(part, rounds) for part in free)
+        noise = _tidy(calibrate_noise(self.epsilon, self.delta, releases, others))
         parts = {}
         for part, text in self.parts.items():
             parts[part] = f"{text} noise={noise:g}" if part in free else text
@@ -263,8 +271,9 @@ class Plan:
             algorithm: The algorithm.
 
         Raises:
-            ConfigError: If the algorithm does not send a part, or the part holds labels, no floats
-                or no rows of single images where the mechanism needs these.
+            ConfigError: If the algorithm does not send a part, the part holds labels, no floats or
+                no rows of single images where the mechanism needs these, or the part is a sum and
+                the mechanism is not for sums.
         """
         title = type(algorithm).__name__
         sent = {part for parts in self.parts.values() for part in parts} | self.parts.keys()
@@ -310,6 +319,13 @@ class Plan:
                 problem = (
                     "the server sends no decimal numbers that could change; leave out of=change"
                 )
+            if self.each(name) == "sum" and mechanism.each is None:
+                exact = isinstance(mechanism, Gaussian) and mechanism.clip == 1
+                if not exact or mechanism.of == "change":
+                    problem = (
+                        "it is a sum to which each image adds numbers of Euclidean norm 1 at most; "
+                        "write `gaussian clip=1`"
+                    )
             if problem:
                 raise ConfigError(f"privacy.parts: {name}={str(mechanism)!r}: {problem}")
         return [part for name in wanted for part in expand_part(name, self.parts)]
@@ -330,11 +346,27 @@ class Plan:
                         "(privacy.training)"
                     )
 
-    def each(self, part: str) -> Each:
-        """Return what one image can change in a part: "image", its own row, or "answer".
+    def most_releases(self, part: str, rounds: int) -> int:
+        """Return how often a client releases a part in this many rounds: once in each.
 
-        A part that the algorithm's `tells` does not declare is of the second kind.
+        It is once in all if the algorithm asks each client only once (`Algorithm.once`).
         """
+        return 1 if self.is_released_once(part) else rounds
+
+    def is_released_once(self, part: str) -> bool:
+        """Return whether a client releases a part or a method's answer at most once in a run."""
+        return part.partition(".")[0] in type(self.algorithm).once
+
+    def each(self, part: str) -> Influence:
+        """Return what one image can change in a part.
+
+        It is "image" for its own row, "sum" for its own term of a sum, and "answer" for a part that
+        the algorithm's `tells` does not declare. For a method it is "sum" if all its parts that
+        depend on images are sums.
+        """
+        kinds = {self.tells.get(name) for name in expand_part(part, self.parts)}
+        if kinds - {"nothing"} == {"sum"}:
+            return "sum"
         by_row = self.tells.get(part) in ("label", "row", "row of the network")
         return "image" if by_row else "answer"
 
@@ -466,8 +498,8 @@ class Plan:
         """Return the clients whose budget does not allow another round.
 
         The next round is assumed to release each name as often as the previous ones did on average,
-        rounded up and at least once. A client is exhausted if `allows` refuses the sum of both.
-        Names without a mechanism cost nothing.
+        rounded up and at least once, except for names that are released once in a run. A client is
+        exhausted if `allows` refuses the sum of both. Names without a mechanism cost nothing.
 
         Args:
             released: The number of releases by client and name; other clients are not considered.
@@ -482,7 +514,7 @@ class Plan:
             for name, count in counts.items():
                 if name in self.mechanisms:
                     per_round = max(1, math.ceil(count / max(1, rounds)))
-                    after[name] = count + per_round
+                    after[name] = count if self.is_released_once(name) else count + per_round
             if not self.allows(after):
                 found.append(k)
         return found

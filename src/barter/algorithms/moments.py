@@ -1,0 +1,430 @@
+"""Class moments: a method of barter, without a paper, for federations that need a privacy guarantee.
+
+Clients with different networks share one upload each: sums over their images of features that
+depend on no private data, as in Fed3R (Fanì et al., ICML 2024) and FedPFT (Beitollahi et al.,
+arXiv:2402.01862). One image changes a sum little, so that little noise protects it (`[privacy]`).
+Decoding and learning follow DFFKE.
+
+1. Each client trains on its private images and uploads, once in a run, the moments of its images: the
+   number of images and the sum of features of each class, and the sum of x xᵀ over all images.
+2. The server adds all moments and makes a Gaussian of each class, with a common covariance. It
+   trains a decoder whose images have the features that are sampled from the Gaussians.
+3. In every round each client samples features, decodes them to images, and trains on these and on
+   its private images. The Gaussians' discriminant gives the logits to learn for the decoded images.
+
+Networks never leave the clients. After the upload nothing else depends on private images, so that ε
+of one release holds for the whole run.
+
+Differences from the methods that it follows:
+
+- Fed3R solves a ridge regression and FedPFT fits mixtures for each client. Both share a network on
+  the fixed features; here clients keep any networks, which never see these features.
+- DFFKE's features are those of the clients' networks, which were trained on private images. No
+  noise on such features gives a guarantee for the run.
+- Features are centred and whitened by crops of two photographs, and scaled to norm 1, so that the
+  influence of an image is bounded without a choice of a clipping norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, NotRequired, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from barter.algorithms.dffke import augment_and_resize, review_loss
+from barter.compute import lanes
+from barter.core import seeds
+from barter.core.algorithm import Algorithm, Crossing
+from barter.core.clients import Clients
+from barter.core.contracts import Content
+from barter.core.errors import ConfigError
+from barter.core.evaluation import predict, record_before_exchange, score
+from barter.core.images import Images, Spec, channel_statistics, prepare_batch
+from barter.core.model import Classifier
+from barter.core.nodes import Client, Server
+from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
+from barter.core.payload import State
+from barter.core.record import Round
+from barter.models.generators import PixelDecoder, decoder_side, resize_images
+from barter.models.zoo import build_network
+from barter.ops.distill import kl
+from barter.ops.fit import Subject, Trainer, adam, alternate, epoch_length, fit, join_subjects
+from barter.ops.moments import (
+    ClassGaussian,
+    Moments,
+    Whitening,
+    add_moments,
+    fit_whitening,
+    sample_features,
+    shared_gaussians,
+    sum_moments,
+    whiten_features,
+)
+from barter.ops.photographs import photograph_images
+from barter.ops.shares import log_class_prior
+from barter.ops.transfer import to_half, to_single
+
+__all__ = ["ClassMoments", "Discriminant", "MomentsClient", "MomentsServer", "decoding_loss"]
+
+CROPS = 4000  # crops of photographs by which features are whitened
+COMPARED_CROPS = 8  # crops by which clients check that their features are the server's
+FEATURE_TOLERANCE = 0.01  # largest difference of such components, which have norm 1
+PICTURES = 10  # decoded images of each class that reports choose from
+
+
+class Reference(TypedDict):
+    """What clients need to compute the same components as the server."""
+
+    whitening: Annotated[Whitening, Content("exact")]
+    probes: Annotated[Tensor, Content("exact")]  # the components of some crops of photographs
+
+
+class Knowledge(TypedDict):
+    """What clients sample and decode images from; empty if a client has it already."""
+
+    gaussians: NotRequired[Annotated[ClassGaussian, Content("exact")]]
+    decoder: NotRequired[State]
+
+
+class MomentsServer(Server):
+    """A server that holds the clients' moments, and what it makes of them."""
+
+    moments: dict[int, Moments] = {}
+    whitening: list[Whitening] = []  # empty before the first round, then one
+    knowledge: Knowledge = {}
+    decoder: State = {}  # the last decoder, from which training continues when moments arrive
+    held: dict[int, int] = {}  # for each client, the number of moments in the knowledge it was sent
+
+
+class MomentsClient(Client):
+    """A client that remembers what it samples images from."""
+
+    knowledge: Knowledge = {}
+    exchanges: int = 0  # number of rounds in which it trained on decoded images
+
+
+class Discriminant(Classifier):
+    """The classifier that follows from the Gaussians, on whitened fixed features."""
+
+    def __init__(
+        self, extractor: Classifier, whitening: Whitening, gaussians: ClassGaussian
+    ) -> None:
+        super().__init__()
+        self.extractor = extractor
+        self.whitening = whitening
+        self.gaussians = gaussians
+        self.feature_dim = len(gaussians["factor"])
+
+    def features(self, x: Tensor) -> Tensor:
+        return whiten_features(self.extractor.features(x), self.whitening)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return discriminant_logits(self.gaussians, features)
+
+
+def discriminant_logits(gaussians: ClassGaussian, x: Tensor) -> Tensor:
+    """Return the discriminant's logits of components (images, classes).
+
+    Those of classes that are not known are far below all others.
+    """
+    logits = F.linear(x, gaussians["weights"], gaussians["bias"])
+    return logits.masked_fill(~gaussians["known"], -1e4)
+
+
+def decoding_loss(
+    decoder: PixelDecoder, extractor: Classifier, whitening: Whitening, spec: Spec, codes: Tensor
+) -> Tensor:
+    """Return the mean squared distance between codes and the components of decoded images.
+
+    Args:
+        decoder: The decoder, which is trained.
+        extractor: The network of the fixed features.
+        whitening: The whitening of these features.
+        spec: Format of the extractor's input.
+        codes: The components to decode (images, components), of norm 1.
+    """
+    images = resize_images(render_codes(decoder, codes), spec)
+    components = whiten_features(extractor.features(images).float(), whitening)
+    return (components - codes).square().sum(1).mean()
+
+
+def render_codes(decoder: PixelDecoder, codes: Tensor) -> Tensor:
+    """Return the normalised images of codes of norm 1, in the decoder's size."""
+    # Scaled to numbers of about 1, as the first layer expects them.
+    images: Tensor = decoder((codes * codes.shape[1] ** 0.5)[:, None])
+    return images
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
+    """Networks learn from images that are decoded from the classes' joint moments."""
+
+    crosses = {
+        "describe": Crossing(
+            down="the whitening of fixed features",
+            up="once: numbers of images, sums of fixed features and of their squares, by class",
+        ),
+        "exchange": Crossing(down="a Gaussian of each class and a decoder, if they are new"),
+    }
+    tells = {"describe.counts": "sum", "describe.sums": "sum", "describe.squares": "sum"}
+    once = frozenset({"describe"})
+    sizes = ("components",)
+
+    fraction: Fraction = 1.0  # fraction of clients sampled per round
+    # the network of the fixed features: a name of the zoo, or package.module:function; it must not
+    # depend on private images, and be the same at every client
+    extractor: str = "filters"
+    components: Count = 200  # d: principal components of the features
+    tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
+    max_epochs: Whole = 30  # largest number of local epochs, before the first exchange
+    decoder_steps: Count = 600  # steps of the decoder, whenever new moments have arrived
+    decoder_batch: Count = 50  # sampled codes in a step of the decoder
+    samples: Count = 3000  # decoded images of a client in a round, sampled anew each time
+    exchange_epochs: Count = 1  # passes over them
+    lr: Positive = 1e-3  # η: Adam's learning rate, for every network
+    weight_decay: NonNegative = 1e-5  # weight decay of the clients' Adam
+    batch_size: Count = 100  # B: images per step, half of them decoded
+
+    def setup(self, server: MomentsServer, clients: Clients) -> None:
+        """Compute the whitening of the extractor's features from crops of photographs."""
+        if server.spec.channels not in (1, 3):
+            raise ConfigError(
+                f"moments: the task's images have {server.spec.channels} channels, and the "
+                "photographs by which features are whitened have 1 (grey) or 3"
+            )
+        extractor = self.build_extractor(server)
+        crops = torch.arange(CROPS, device=server.device)
+        features = predict(extractor.features, partial(photographs, server.spec), crops)
+        server.whitening = [fit_whitening(features, self.components)]
+
+    def round(self, server: MomentsServer, clients: Clients, t: int) -> None:
+        participants = clients.sample(self.fraction)
+        reference = self.make_reference(server)
+        new = participants.run_missing(self.describe, server.moments, reference)
+        if new:
+            server.moments = {**server.moments, **new}
+            self.renew_knowledge(server)
+        if not server.knowledge:
+            return
+        version = len(server.moments)
+        learners = participants.only(server.moments)
+        deliveries = {
+            k: Knowledge() if server.held.get(k) == version else server.knowledge for k in learners
+        }
+        answers = learners.scatter(self.exchange, deliveries)
+        server.held |= dict.fromkeys(answers, version)
+
+    def build_extractor(self, party: Server | Client) -> Classifier:
+        """Return the frozen network of the fixed features; it is the same for every party."""
+        spec = party.data.spec if isinstance(party, Client) else party.spec
+
+        def make() -> Classifier:
+            with seeds.scope(0, "extractor"):
+                return build_network(self.extractor, spec).to(party.device)
+
+        network = lanes.lane_module(("extractor", self.extractor, spec), make)
+        return network.eval().requires_grad_(False)
+
+    def make_reference(self, server: MomentsServer) -> Reference:
+        """Return the whitening, and components by which clients check theirs."""
+        (whitening,) = server.whitening
+        extractor = self.build_extractor(server)
+        return {
+            "whitening": whitening,
+            "probes": reference_components(extractor, whitening, server.spec),
+        }
+
+    def local_offset(self, client: MomentsClient) -> Tensor | None:
+        return log_class_prior(client.data)
+
+    def describe(self, client: MomentsClient, reference: Reference) -> Moments:
+        """Train on private images, then return the moments of all of them.
+
+        The moments do not depend on the network that was trained.
+
+        Raises:
+            ConfigError: If the client's extractor computes other features than the server's.
+        """
+        fit(
+            client,
+            epochs=self.max_epochs,
+            goal=self.tau,
+            batch_size=self.batch_size,
+            recipe=adam(self.lr, self.weight_decay, cosine=True),
+            by_class=self.local_offset(client),
+        )
+        whitening = reference["whitening"]
+        data = client.data
+        extractor = self.build_extractor(client)
+        own = reference_components(extractor, whitening, data.spec)
+        if not torch.allclose(own, reference["probes"], atol=FEATURE_TOLERANCE):
+            raise ConfigError(
+                f"extractor={self.extractor!r}: its features here are not the server's; every party "
+                "must have the same code and the same weights"
+            )
+        every = torch.arange(len(data), device=data.device)
+        features = predict(extractor.features, data.batch, every)
+        return sum_moments(whiten_features(features, whitening), data.labels, data.spec.classes)
+
+    def renew_knowledge(self, server: MomentsServer) -> None:
+        """Make Gaussians and decoder of all moments; report the number of classes.
+
+        If no class is known, the knowledge stays as it is.
+        """
+        gaussians = shared_gaussians(add_moments(server.moments.values()))
+        n_known = int(gaussians["known"].sum())
+        server.report["classes"] = n_known
+        if n_known:
+            server.decoder = self.train_decoder(server, gaussians)
+            server.knowledge = {"gaussians": gaussians, "decoder": to_half(server.decoder)}
+
+    def train_decoder(self, server: MomentsServer, gaussians: ClassGaussian) -> State:
+        """Train a decoder of samples of the Gaussians to images; return its state.
+
+        Training continues from `server.decoder`, unless it is empty. The mean loss of the last
+        tenth of the steps is reported.
+        """
+        new = PixelDecoder(self.components, server.spec).to(server.device)
+        decoder = lanes.keep(("pixel decoder", server.spec), new).train()
+        if server.decoder:
+            decoder.load_state_dict(server.decoder)
+        extractor = self.build_extractor(server)
+        (whitening,) = server.whitening
+        trainer = Trainer.of(decoder, adam(self.lr, cosine=True))
+        loss = partial(decoding_loss, decoder, extractor, whitening, server.spec)
+        last_steps = -(-self.decoder_steps // 10)
+        total = torch.zeros((), device=server.device)
+        for step in server.track("decoder", range(self.decoder_steps)):
+            value = trainer.step(loss, self.sample_codes(gaussians, self.decoder_batch))
+            if step >= self.decoder_steps - last_steps:
+                total += value
+            trainer.anneal((step + 1) / self.decoder_steps)
+        server.report["decoder_loss"] = float(total) / last_steps
+        return {name: tensor.detach().clone() for name, tensor in decoder.state_dict().items()}
+
+    def sample_codes(self, gaussians: ClassGaussian, count: int) -> Tensor:
+        """Return samples of random known classes (count, components)."""
+        device = gaussians["means"].device
+        classes = gaussians["known"].nonzero().flatten()
+        labels = classes[torch.randint(len(classes), (count,), device=device)]
+        noise = torch.randn(count, self.components, device=device)
+        return sample_features(gaussians, labels, noise)
+
+    def exchange(self, client: MomentsClient, knowledge: Knowledge) -> None:
+        """Train on decoded images and on private images, half of a batch each.
+
+        Before the client's first exchange, its metrics are recorded.
+
+        Args:
+            client: The client, whose model is trained in place.
+            knowledge: What images are sampled and decoded from; empty if the client has it.
+        """
+        if knowledge:
+            client.knowledge = knowledge
+        home = self.local_offset(client)
+        if not client.exchanges:
+            record_before_exchange(client, home)
+        data = client.data
+        images, targets = self.sample_images(client, self.samples)
+        augment = data.augment.rescale(data.side, decoder_side(data.spec))
+        subjects = [
+            Subject(
+                [data.pixels, data.labels],
+                partial(prepare_batch, spec=data.spec, augment=data.augment),
+                partial(review_loss, client.model),
+                () if home is None else (home,),
+            ),
+            Subject(
+                [images, targets],
+                partial(augment_and_resize, data.spec, augment),
+                partial(imitation_loss, client.model),
+            ),
+        ]
+        course = join_subjects(client.model, subjects, self.batch_size)
+        passes = self.exchange_epochs * epoch_length(len(images), self.batch_size)
+        steps = passes * len(subjects)
+        alternate(client, [course], steps, adam(self.lr, self.weight_decay, cosine=True))
+        client.exchanges += 1
+
+    def sample_images(self, client: MomentsClient, count: int) -> tuple[Tensor, Tensor]:
+        """Return decoded images in the decoder's size, and the discriminant's logits of them."""
+        gaussians = client.knowledge["gaussians"]
+        codes = self.sample_codes(gaussians, count)
+        images = decode_codes(client.knowledge["decoder"], client.data.spec, codes)
+        return images, discriminant_logits(gaussians, codes)
+
+    def evaluate_server(self, server: MomentsServer, test: Images) -> dict[str, float]:
+        """Return the metrics of the discriminant on a test set; empty before it is known."""
+        if not server.knowledge:
+            return {}
+        extractor = self.build_extractor(server)
+        model = Discriminant(extractor, server.whitening[0], server.knowledge["gaussians"])
+        return score(model, test, "global", server.evaluation)
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        known = [record.server["classes"] for record in rounds if "classes" in record.server]
+        if not known or known[-1]:
+            return super().remarks(rounds)
+        return [
+            "no class has enough images to be described, so training was local only: use more "
+            "images, fewer components, or less noise"
+        ]
+
+    def creations(
+        self, party: MomentsServer | MomentsClient, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        if not party.knowledge:
+            return None
+        spec = party.data.spec if isinstance(party, MomentsClient) else party.spec
+        gaussians = party.knowledge["gaussians"]
+        labels = gaussians["known"].nonzero().flatten().repeat_interleave(PICTURES)
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(len(labels), self.components, generator=generator).to(labels.device)
+        chosen = wanted(labels)
+        codes = sample_features(gaussians, labels[chosen], noise[chosen])
+        images = decode_codes(party.knowledge["decoder"], spec, codes)
+        return labels[chosen], resize_images(images, spec)
+
+
+def photographs(spec: Spec, index: Tensor) -> Tensor:
+    """Return crops of photographs as normalised images of the networks' input size.
+
+    They depend on the size and the channels of the task's images alone: pixels are made with
+    constants in place of the mean and deviation of private pixels.
+    """
+    public = replace(spec, mean=(0.5,) * spec.channels, std=(0.25,) * spec.channels)
+    public_mean, public_std = channel_statistics(public, index.device)
+    crops = photograph_images(public, index, CROPS, seed=0)
+    pixels = crops * public_std + public_mean
+    mean, std = channel_statistics(spec, index.device)
+    return resize_images((pixels - mean) / std, spec)
+
+
+def reference_components(extractor: Classifier, whitening: Whitening, spec: Spec) -> Tensor:
+    """Return the components of the first crops of photographs."""
+    index = torch.arange(COMPARED_CROPS, device=whitening["center"].device)
+    features = predict(extractor.features, partial(photographs, spec), index)
+    return whiten_features(features, whitening)
+
+
+def decode_codes(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
+    """Return the images of codes in the decoder's size, without gradients.
+
+    Args:
+        decoder: State of a `PixelDecoder`, in half precision.
+        spec: Format of the images.
+        codes: The components to decode (images, components).
+    """
+    network = PixelDecoder.from_state(to_single(decoder), spec)
+    index = torch.arange(len(codes), device=codes.device)
+    return predict(partial(render_codes, network), lambda part: codes[part], index)
+
+
+def imitation_loss(model: Classifier, features: Tensor, target: Tensor) -> Tensor:
+    """Return KL(target ‖ student) of logits, from a student's features of decoded images."""
+    return kl(target, model.logits(features))
