@@ -2,14 +2,12 @@
 
     python benchmarks/private_statistics.py fashion-mnist.npz --epsilon 1 2 4 8 --seeds 0 1
 
-Ten clients of 5,000 images each. Features come from filters that depend on no private image: Gabor
-filters at three scales, their magnitudes averaged over 4 x 4 cells, and 7 x 7 grey values, centred
-and whitened by crops of the two photographs that ship with scikit-learn, and scaled to norm 1.
+The discriminant of `moments`, which is that method's server, with 5,000 images of each of ten
+clients. Its features depend on no private image.
 
-*statistics*: each client releases once, by a Gaussian mechanism, its number of images and sum of
-features of each class, and the sum of x xᵀ over all its images. One image changes nothing else, so ε
-holds for the data and for the whole run. Everybody makes the same classifier of all releases: the
-Gaussians of classes with a common covariance (what training on endless samples of them leads to).
+*statistics*: each client releases its moments once, by a Gaussian mechanism. One image changes
+nothing else, so ε holds for the data and for the whole run. Everybody makes the same classifier of
+all releases: the Gaussians of classes with a common covariance.
 
 Local only, with the same ε for each client: *own statistics* (the same from one client's release),
 *head* (a linear head on these features by DP-SGD) and, with --network, *small-cnn* by DP-SGD. Of the
@@ -27,6 +25,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +33,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from barter.algorithms.moments import CROPS, ClassMoments, photographs
+from barter.core.evaluation import predict
 from barter.core.images import Images, Spec
 from barter.core.seeds import stream_seed
 from barter.data.partition import Dirichlet
 from barter.models.grouped import use_group_norm
 from barter.models.zoo import build_network
-from barter.ops.photographs import photograph_images
+from barter.ops.moments import (
+    Moments,
+    add_moments,
+    fit_whitening,
+    shared_gaussians,
+    sum_moments,
+    whiten_features,
+)
 from barter.ops.private import clipped_sum
 from barter.privacy.account import calibrate_noise, calibrate_step_noise
 
@@ -47,131 +55,48 @@ CLIENTS = 10
 IMAGES = 5000  # images of a client
 CLASSES = 10
 DELTA = 1e-5
-CROPS = 4000  # crops of photographs that features are whitened by
-WIDTH = 200  # number of features
-FLOOR = 1e-2  # added to the variances of features before whitening, of the largest
-COUNTS_WEIGHT = 0.3  # weight of class counts in the release; sums of features have 1
-MOMENTS_WEIGHT = 1.0  # weight of the sum of x xᵀ
 BATCH = 500  # mean number of images in a step of DP-SGD
 STEPS = 100
 HEAD_RATES = (2.0, 8.0, 32.0)  # learning rates of the head, of which the best counts
 
 
-def gabor_filters() -> Tensor:
-    """Return Gabor filters (2 * 24, 1, 11, 11), the real parts and then the imaginary ones."""
-    ticks = torch.arange(11.0) - 5
-    y, x = torch.meshgrid(ticks, ticks, indexing="ij")
-    parts: list[list[Tensor]] = [[], []]
-    for deviation, wavelength in ((1.0, 3.0), (1.7, 5.0), (2.8, 8.0)):
-        window = torch.exp(-(x**2 + y**2) / (2 * deviation**2))
-        window = window / window.sum()
-        for angle in torch.arange(8) * math.pi / 8:
-            phase = 2 * math.pi / wavelength * (x * torch.cos(angle) + y * torch.sin(angle))
-            wave = torch.cos(phase)
-            # Without its mean under the window, a filter does not see brightness.
-            parts[0].append(window * (wave - (window * wave).sum()))
-            parts[1].append(window * torch.sin(phase))
-    return torch.stack(parts[0] + parts[1])[:, None]
+def public_features(pixels: Tensor) -> Tensor:
+    """Return the components of images (n, 1, 28, 28) as bytes, of norm 1."""
+    spec = Spec(1, 28, 28, CLASSES, (0.5,), (0.25,))
+    extractor = build_network("filters", spec).eval()
+    crops = predict(extractor.features, partial(photographs, spec), torch.arange(CROPS))
+    whitening = fit_whitening(crops.double(), ClassMoments().components)
+    images = Images(pixels, torch.zeros(len(pixels), dtype=torch.long), spec)
+    features = predict(extractor.features, images.batch, torch.arange(len(images)))
+    return whiten_features(features.double(), whitening)
 
 
-def raw_features(pixels: Tensor) -> Tensor:
-    """Return the fixed features (n, 433) of images (n, 1, 28, 28) between 0 and 1."""
-    filters = gabor_filters()
-    rows = []
-    for part in torch.split(pixels, 500):
-        real, imaginary = F.conv2d(part, filters, padding=5).chunk(2, 1)
-        magnitude = (real**2 + imaginary**2).sqrt()
-        cells = F.adaptive_avg_pool2d(magnitude, 4).flatten(1)
-        grey = F.adaptive_avg_pool2d(part, 7).flatten(1)
-        rows.append(torch.cat([10 * cells, grey], 1).sqrt())
-    return torch.cat(rows)
+def release(x: Tensor, y: Tensor, epsilon: float, generator: torch.Generator) -> Moments:
+    """Release a client's moments once, with this ε; infinity adds no noise."""
+    moments = sum_moments(x, y, CLASSES)
+    if math.isinf(epsilon):
+        return moments
+    deviation = calibrate_noise(epsilon, DELTA, 1)
+
+    def protect(value: Tensor) -> Tensor:
+        return value + deviation * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+
+    return {
+        "counts": protect(moments["counts"]),
+        "sums": protect(moments["sums"]),
+        "squares": protect(moments["squares"]),
+    }
 
 
-class PublicFeatures:
-    """Features that depend on photographs alone, of norm 1."""
+def discriminant(moments: Moments, *, covariance: bool = True) -> tuple[Tensor, Tensor]:
+    """Return weights and bias of the moments' discriminant; unknown classes have bias -inf.
 
-    def __init__(self) -> None:
-        spec = Spec(1, 28, 28, CLASSES, (0.5,), (0.25,))
-        crops = photograph_images(spec, torch.arange(CROPS), CROPS, seed=0) * 0.25 + 0.5
-        raw = raw_features(crops).double()
-        self.center = raw.mean(0)
-        values, vectors = torch.linalg.eigh(torch.cov(raw.T))
-        kept = values.argsort(descending=True)[:WIDTH]
-        scale = (values[kept] + FLOOR * values.max()).rsqrt()
-        self.projection = vectors[:, kept] * scale
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        raw = raw_features(pixels).double()
-        return F.normalize((raw - self.center) @ self.projection, dim=1)
-
-
-class Statistics:
-    """Class counts, class sums of features, and the sum of x xᵀ, possibly with noise."""
-
-    def __init__(self, counts: Tensor, sums: Tensor, moments: Tensor, deviation: float) -> None:
-        self.counts = counts
-        self.sums = sums
-        self.moments = moments
-        self.deviation = deviation  # of the noise in `moments`
-
-    @classmethod
-    def release(
-        cls, x: Tensor, y: Tensor, epsilon: float, generator: torch.Generator
-    ) -> Statistics:
-        """Release a client's statistics once, with this ε; infinity adds no noise.
-
-        An image contributes a vector of norm at most sqrt(COUNTS_WEIGHT² + 1 + MOMENTS_WEIGHT²): its
-        weighted class, its features in the block of its class, and the weighted x xᵀ.
-        """
-        one_hot = F.one_hot(y, CLASSES).double()
-        counts, sums, moments = one_hot.sum(0), one_hot.T @ x, x.T @ x
-        if math.isinf(epsilon):
-            return cls(counts, sums, moments, 0.0)
-        clip = math.sqrt(COUNTS_WEIGHT**2 + 1 + MOMENTS_WEIGHT**2)
-        deviation = clip * calibrate_noise(epsilon, DELTA, 1)
-
-        def noise(like: Tensor) -> Tensor:
-            return deviation * torch.randn(like.shape, generator=generator, dtype=like.dtype)
-
-        # Noise on the upper triangle, whose entries off the diagonal count twice in the norm of
-        # x xᵀ: sqrt(2) of them is released.
-        upper = noise(moments).triu()
-        symmetric = (upper.triu(1) + upper.triu(1).T) / math.sqrt(2) + upper.diag().diag()
-        return cls(
-            counts + noise(counts) / COUNTS_WEIGHT,
-            sums + noise(sums),
-            moments + symmetric / MOMENTS_WEIGHT,
-            deviation / MOMENTS_WEIGHT,
-        )
-
-    def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(
-            self.counts + other.counts,
-            self.sums + other.sums,
-            self.moments + other.moments,
-            math.hypot(self.deviation, other.deviation),
-        )
-
-    def classifier(self, *, covariance: bool = True) -> tuple[Tensor, Tensor]:
-        """Return weights and bias of the Gaussians' linear discriminant, all classes as likely.
-
-        Classes with hardly more counted images than noise get the bias -inf.
-        """
-        n = self.counts.clamp(min=1)
-        means = self.sums / n[:, None]
-        within = torch.eye(means.shape[1], dtype=means.dtype)
-        if covariance:
-            total = self.counts.clamp(min=0).sum()
-            spread = self.moments / total - (means.T * (n / n.sum())) @ means
-            values, vectors = torch.linalg.eigh(spread)
-            # Eigenvalues of symmetric noise reach 2 sqrt(d / 2) times its deviation.
-            least = self.deviation * math.sqrt(2 * len(values)) / total
-            values = values.clamp(min=max(float(least), 1e-4))
-            within = vectors @ values.diag() @ vectors.T
-        weights = torch.linalg.solve(within, means.T).T
-        bias = -0.5 * (weights * means).sum(1)
-        known = self.counts > max(5.0, 5 * self.deviation * MOMENTS_WEIGHT / COUNTS_WEIGHT)
-        return weights, bias.masked_fill(~known, -math.inf)
+    Without the covariance it is the nearest mean.
+    """
+    model = shared_gaussians(moments)
+    weights = (model["weights"] if covariance else model["means"]).double()
+    bias = -0.5 * (weights * model["means"]).sum(1)
+    return weights, bias.masked_fill(~model["known"], -math.inf)
 
 
 def accuracy(weights: Tensor, bias: Tensor, x: Tensor, y: Tensor) -> float:
@@ -246,14 +171,12 @@ def measure(
     parts = split(y, alpha, seed)
     for epsilon in [*args.epsilon, math.inf]:
         generator = torch.Generator().manual_seed(stream_seed(seed, alpha, epsilon))
-        releases = [Statistics.release(x[p], y[p], epsilon, generator) for p in parts]
-        total = releases[0]
-        for release in releases[1:]:
-            total = total + release
-        yield "statistics", epsilon, accuracy(*total.classifier(), x_test, y_test)
-        means_only = total.classifier(covariance=False)
+        releases = [release(x[p], y[p], epsilon, generator) for p in parts]
+        total = add_moments(releases)
+        yield "statistics", epsilon, accuracy(*discriminant(total), x_test, y_test)
+        means_only = discriminant(total, covariance=False)
         yield "statistics, means alone", epsilon, accuracy(*means_only, x_test, y_test)
-        own = [accuracy(*release.classifier(), x_test, y_test) for release in releases]
+        own = [accuracy(*discriminant(moments), x_test, y_test) for moments in releases]
         yield "local: own statistics", epsilon, float(np.mean(own))
         rate = BATCH / IMAGES
         noise = 0.0 if math.isinf(epsilon) else calibrate_step_noise(epsilon, DELTA, rate, STEPS)
@@ -291,12 +214,11 @@ def main() -> None:
 
     start = time.process_time()
     data: dict[str, Tensor] = {}
-    features = PublicFeatures()
     with np.load(args.data) as file:
         for part, suffix in (("train", ""), ("test", "_test")):
             images = torch.from_numpy(file[f"x_{part}"]).reshape(-1, 1, 28, 28)
             data["pixels" if part == "train" else "test_pixels"] = images
-            data[f"x{suffix}"] = features(images.float() / 255)
+            data[f"x{suffix}"] = public_features(images)
             data[f"y{suffix}"] = torch.from_numpy(file[f"y_{part}"]).long().flatten()
     sys.stderr.write(f"features after {time.process_time() - start:.0f} s of CPU\n")
 

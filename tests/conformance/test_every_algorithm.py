@@ -23,6 +23,7 @@ def test_the_suite_covers_the_registry() -> None:
 
 
 LONG = {
+    "moments",
     "dffke",
     "dense",
     "fediod",

@@ -66,24 +66,27 @@ class Decoder(nn.Module):
     parts. The codes of parts add to the input of the convolutions at the positions of the parts.
     """
 
+    channels = 128  # of the first convolution; the last one has half as many
+
     def __init__(self, code_dim: int, spec: Spec, parts: int = 0) -> None:
         super().__init__()
         self.side = -(-decoder_side(spec) // 4)
         self.parts = parts
-        self.start = nn.Linear(code_dim, 128 * self.side**2)
+        full, half = self.channels, self.channels // 2
+        self.start = nn.Linear(code_dim, full * self.side**2)
         if parts:
-            self.part = nn.Linear(code_dim, 128 * (-(-self.side // parts)) ** 2)
+            self.part = nn.Linear(code_dim, full * (-(-self.side // parts)) ** 2)
         self.body = nn.Sequential(
-            nn.BatchNorm2d(128),
+            nn.BatchNorm2d(full),
             nn.Upsample(scale_factor=2),
-            nn.Conv2d(128, 128, 3, padding=1, bias=False),
-            nn.BatchNorm2d(128),
+            nn.Conv2d(full, full, 3, padding=1, bias=False),
+            nn.BatchNorm2d(full),
             nn.LeakyReLU(0.2),
             nn.Upsample(scale_factor=2),
-            nn.Conv2d(128, 64, 3, padding=1, bias=False),
-            nn.BatchNorm2d(64),
+            nn.Conv2d(full, half, 3, padding=1, bias=False),
+            nn.BatchNorm2d(half),
             nn.LeakyReLU(0.2),
-            nn.Conv2d(64, spec.channels, 3, padding=1),
+            nn.Conv2d(half, spec.channels, 3, padding=1),
             nn.Tanh(),
             nn.BatchNorm2d(spec.channels, affine=False),
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -98,7 +101,7 @@ class Decoder(nn.Module):
             codes: The code of the full image first, then those of the parts, row by row. Without
                 parts, only the first is used.
         """
-        start = self.start(codes[:, 0]).view(-1, 128, self.side, self.side)
+        start = self.start(codes[:, 0]).view(-1, self.channels, self.side, self.side)
         if self.parts:
             start = start + self.arrange_tiles(self.part(codes[:, 1:]))
         images: Tensor = self.body(start)
@@ -108,15 +111,15 @@ class Decoder(nn.Module):
         """Arrange the parts' tiles in rows and columns, at the convolutions' input size.
 
         Args:
-            tiles: The tiles (images, parts**2, 128 * pixels), row by row.
+            tiles: The tiles (images, parts**2, channels * pixels), row by row.
 
         Returns:
-            A tensor (images, 128, side, side).
+            A tensor (images, channels, side, side).
         """
         n = self.parts
         side = -(-self.side // n)
-        rows = tiles.view(-1, n, n, 128, side, side).permute(0, 3, 1, 4, 2, 5)
-        return F.adaptive_avg_pool2d(rows.reshape(-1, 128, n * side, n * side), self.side)
+        rows = tiles.view(-1, n, n, self.channels, side, side).permute(0, 3, 1, 4, 2, 5)
+        return F.adaptive_avg_pool2d(rows.reshape(-1, self.channels, n * side, n * side), self.side)
 
     @classmethod
     def from_state(cls, state: State, spec: Spec, parts: int = 0) -> Self:
@@ -137,8 +140,11 @@ class PixelDecoder(Decoder):
     """A decoder whose pixels are between black and white.
 
     `Decoder` gives its images the mean and deviation of the normalised images, which are not known
-    where every client withholds those of its pixels. Here a sigmoid ends the network.
+    where every client withholds those of its pixels. Here a sigmoid ends the network. It has half
+    the channels, and takes a quarter of the time.
     """
+
+    channels = 64
 
     def __init__(self, code_dim: int, spec: Spec, parts: int = 0) -> None:
         super().__init__(code_dim, spec, parts)

@@ -1,0 +1,173 @@
+"""Class moments: who is asked, what is learned, and numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from barter.algorithms.moments import (
+    ClassMoments,
+    Discriminant,
+    decoding_loss,
+    discriminant_logits,
+    imitation_loss,
+)
+from barter.core.errors import ClientError
+from barter.core.images import Spec
+from barter.core.model import Classifier
+from barter.core.payload import isolate
+from barter.ops.moments import add_moments, sum_moments, whiten_features
+from barter.privacy import Privacy
+from tests.conftest import federation, perceptrons, small_federation, tiny
+
+
+class Plain(Classifier):
+    """Features are four pixels, logits are features."""
+
+    feature_dim = 4
+
+    def features(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return features
+
+
+def test_students_learn_what_the_discriminant_says_and_not_the_other_way_round() -> None:
+    target = torch.tensor([[0.0, math.log(3.0)]])  # probabilities 1/4 and 3/4
+    value = float(imitation_loss(Plain(), torch.zeros(1, 2), target))
+    assert value == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    other_way = 0.5 * math.log(2.0) + 0.5 * math.log(2 / 3)
+    assert abs(value - other_way) > 0.01
+
+
+def test_unknown_classes_are_never_predicted() -> None:
+    gaussians: Any = {
+        "weights": torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]]),
+        "bias": torch.tensor([0.5, -1.0, 0.0]),
+        "known": torch.tensor([True, True, False]),
+    }
+    logits = discriminant_logits(gaussians, torch.tensor([[3.0, 4.0], [-9.0, -9.0]]))
+    assert logits.tolist() == [[3.5, 7.0, -1e4], [-8.5, -19.0, -1e4]]
+
+
+def test_the_decoder_is_to_give_images_whose_components_are_the_code() -> None:
+    class Fixed(nn.Module):
+        """Decodes everything to the pixels 3, 4, 0, 0."""
+
+        def forward(self, codes: Tensor) -> Tensor:
+            assert torch.allclose(codes[0, 0], torch.tensor([2**0.5, 0.0]), atol=1e-6)
+            return torch.tensor([3.0, 4.0, 0.0, 0.0]).view(1, 1, 2, 2)
+
+    whitening: Any = {"center": torch.tensor([0.0, 0, 0, 1]), "projection": torch.eye(4)[:, :2]}
+    spec = Spec(1, 2, 2, 2, (0.5,), (0.5,))
+    # Components are (3, 4) / 5, and the code is (1, 0): 0.4² + 0.8².
+    loss = decoding_loss(Fixed(), Plain(), whitening, spec, torch.tensor([[1.0, 0.0]]))  # type: ignore[arg-type]
+    assert float(loss) == pytest.approx(0.16 + 0.64)
+
+
+def test_moments_are_those_of_all_images_and_asked_for_once() -> None:
+    experiment = perceptrons(tiny("moments"))
+    algorithm: Any = experiment.algorithm
+    server: Any = experiment.server
+    first = experiment.step()
+    uploads = isolate(server.moments)
+    second = experiment.step()
+    assert first.mean("bytes_up") == 4 * (10 + 10 * 16 + 16 * 16)
+    assert second.traffic("up") == 0
+    assert second.traffic("down") == 0, "clients have the Gaussians and the decoder"
+    clients = list(experiment.engine.clients.values())
+    extractor = algorithm.build_extractor(server)
+    features = [
+        extractor.features(client.data.batch(torch.arange(len(client.data)))) for client in clients
+    ]
+    x = whiten_features(torch.cat(features), server.whitening[0])
+    labels = torch.cat([client.data.labels for client in clients])
+    pooled = sum_moments(x, labels, 10)
+    joint = add_moments(uploads.values())
+    for key, value in joint.items():
+        assert torch.allclose(value.float(), pooled[key], atol=1e-4), key  # type: ignore[literal-required,attr-defined]
+
+
+def test_clients_that_come_later_renew_what_all_learn_from() -> None:
+    experiment = perceptrons(tiny("moments", fraction=0.4), clients=5)
+    server: Any = experiment.server
+    asked: set[int] = set()
+    for record in experiment.rounds(6):
+        new = set(server.moments) - asked
+        uploading = {k for k, values in record.clients.items() if values.get("bytes_up")}
+        assert uploading == new
+        assert ("decoder_loss" in record.server) == bool(new)
+        asked = set(server.moments)
+        for client in experiment.engine.clients.values():
+            held = server.held.get(client.id)
+            if held == len(server.moments):
+                mine = client.knowledge["gaussians"]
+                assert torch.equal(mine["means"], server.knowledge["gaussians"]["means"])
+    assert len(asked) > 2, "more than the clients of one round"
+
+
+def test_networks_learn_classes_that_their_clients_lack() -> None:
+    algorithm = ClassMoments(
+        components=64, max_epochs=10, decoder_steps=150, samples=600, exchange_epochs=3
+    )
+    (record,) = federation(algorithm, clients=3).rounds(1)
+    assert record.mean("global") > record.mean("before_global") + 0.1
+    assert record.server["global"] > 0.9
+    assert record.server["classes"] == 10
+
+
+def test_the_server_is_judged_by_the_discriminant() -> None:
+    experiment = perceptrons(tiny("moments"))
+    algorithm: Any = experiment.algorithm
+    server: Any = experiment.server
+    test = experiment.test
+    assert test is not None
+    assert algorithm.evaluate_server(server, test) == {}
+    record = experiment.step()
+    extractor = algorithm.build_extractor(server)
+    model = Discriminant(extractor, server.whitening[0], server.knowledge["gaussians"])
+    predicted = model(test.batch(torch.arange(len(test)))).argmax(1)
+    right = float((predicted == test.labels).float().mean())
+    assert record.server["global"] == pytest.approx(right)
+
+
+def test_other_features_than_the_servers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = perceptrons(tiny("moments"))
+    algorithm: Any = experiment.algorithm
+    reference = ClassMoments.make_reference
+
+    def other(self: ClassMoments, server: Any) -> Any:
+        true = reference(self, server)
+        return {**true, "probes": true["probes"].flip(1)}
+
+    monkeypatch.setattr(ClassMoments, "make_reference", other)
+    with pytest.raises(ClientError, match=r"features here are not the server's; every party"):
+        experiment.step()
+    assert algorithm.extractor == "filters"
+
+
+def test_noise_that_hides_all_classes_is_said() -> None:
+    privacy = Privacy(epsilon=0.01, parts={"describe": "gaussian clip=1"})
+    experiment = perceptrons(tiny("moments"), privacy=privacy)
+    records = list(experiment.rounds(2))
+    assert records[0].server["classes"] == 0
+    assert "global" not in records[0].server
+    (remark,) = experiment.algorithm.remarks(records)
+    assert remark.startswith("no class has enough images to be described")
+
+
+def test_reports_show_decoded_images_of_every_known_class() -> None:
+    experiment = small_federation(tiny("moments"))
+    assert experiment.algorithm.creations(experiment.server, lambda y: y) is None
+    experiment.step()
+    for party in (experiment.server, experiment.engine.clients[0]):
+        found = experiment.algorithm.creations(party, lambda y: torch.arange(0, len(y), 10))
+        assert found is not None
+        labels, images = found
+        assert labels.tolist() == list(range(10))
+        assert images.shape == (10, 1, 8, 8)
