@@ -47,11 +47,18 @@ from barter.core.evaluation import predict, record_before_exchange, score
 from barter.core.images import Images, Spec, channel_statistics, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
+from barter.core.params import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Whole,
+    did_you_mean,
+)
 from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import PixelDecoder, decoder_side, resize_images
-from barter.models.zoo import build_network
+from barter.models.zoo import ZOO, build_network
 from barter.ops.distill import kl
 from barter.ops.fit import Subject, Trainer, adam, alternate, epoch_length, fit, join_subjects
 from barter.ops.moments import (
@@ -185,10 +192,18 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
     decoder_steps: Count = 600  # steps of the decoder, whenever new moments have arrived
     decoder_batch: Count = 50  # sampled codes in a step of the decoder
     samples: Count = 3000  # decoded images of a client in a round, sampled anew each time
-    exchange_epochs: Count = 1  # passes over them
+    exchange_epochs: Count = 3  # passes over them
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
     weight_decay: NonNegative = 1e-5  # weight decay of the clients' Adam
     batch_size: Count = 100  # B: images per step, half of them decoded
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if ":" not in self.extractor and self.extractor not in ZOO:
+            raise ConfigError(
+                f"extractor={self.extractor!r}: {did_you_mean(self.extractor, ZOO)}; a network of "
+                "your own is package.module:function"
+            )
 
     def setup(self, server: MomentsServer, clients: Clients) -> None:
         """Compute the whitening of the extractor's features from crops of photographs."""
@@ -378,17 +393,17 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
     def creations(
         self, party: MomentsServer | MomentsClient, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        if not party.knowledge:
+        # Clients have the same as the server.
+        if not isinstance(party, MomentsServer) or not party.knowledge:
             return None
-        spec = party.data.spec if isinstance(party, MomentsClient) else party.spec
         gaussians = party.knowledge["gaussians"]
         labels = gaussians["known"].nonzero().flatten().repeat_interleave(PICTURES)
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(len(labels), self.components, generator=generator).to(labels.device)
         chosen = wanted(labels)
         codes = sample_features(gaussians, labels[chosen], noise[chosen])
-        images = decode_codes(party.knowledge["decoder"], spec, codes)
-        return labels[chosen], resize_images(images, spec)
+        images = decode_codes(party.knowledge["decoder"], party.spec, codes)
+        return labels[chosen], resize_images(images, party.spec)
 
 
 def photographs(spec: Spec, index: Tensor) -> Tensor:
