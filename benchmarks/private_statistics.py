@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.algorithms.moments import CROPS, ClassMoments, photographs
+from barter.algorithms.moments import CROPS, ClassMoments, photographs, public_format
 from barter.core.evaluation import predict
 from barter.core.images import Images, Spec
 from barter.core.seeds import stream_seed
@@ -62,7 +62,7 @@ HEAD_RATES = (2.0, 8.0, 32.0)  # learning rates of the head, of which the best c
 
 def public_features(pixels: Tensor) -> Tensor:
     """Return the components of images (n, 1, 28, 28) as bytes, of norm 1."""
-    spec = Spec(1, 28, 28, CLASSES, (0.5,), (0.25,))
+    spec = public_format(Spec(1, 28, 28, CLASSES, (0.5,), (0.5,)))
     extractor = build_network("filters", spec).eval()
     crops = predict(extractor.features, partial(photographs, spec), torch.arange(CROPS))
     whitening = fit_whitening(crops.double(), ClassMoments().components)
@@ -88,12 +88,14 @@ def release(x: Tensor, y: Tensor, epsilon: float, generator: torch.Generator) ->
     }
 
 
-def discriminant(moments: Moments, *, covariance: bool = True) -> tuple[Tensor, Tensor]:
-    """Return weights and bias of the moments' discriminant; unknown classes have bias -inf.
+def discriminant(
+    moments: Moments, images: int, *, covariance: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return weights and bias of the discriminant of so many images; unknown classes have bias -inf.
 
     Without the covariance it is the nearest mean.
     """
-    model = shared_gaussians(moments)
+    model = shared_gaussians(moments, images)
     weights = (model["weights"] if covariance else model["means"]).double()
     bias = -0.5 * (weights * model["means"]).sum(1)
     return weights, bias.masked_fill(~model["known"], -math.inf)
@@ -173,10 +175,14 @@ def measure(
         generator = torch.Generator().manual_seed(stream_seed(seed, alpha, epsilon))
         releases = [release(x[p], y[p], epsilon, generator) for p in parts]
         total = add_moments(releases)
-        yield "statistics", epsilon, accuracy(*discriminant(total), x_test, y_test)
-        means_only = discriminant(total, covariance=False)
+        yield (
+            "statistics",
+            epsilon,
+            accuracy(*discriminant(total, CLIENTS * IMAGES), x_test, y_test),
+        )
+        means_only = discriminant(total, CLIENTS * IMAGES, covariance=False)
         yield "statistics, means alone", epsilon, accuracy(*means_only, x_test, y_test)
-        own = [accuracy(*discriminant(moments), x_test, y_test) for moments in releases]
+        own = [accuracy(*discriminant(moments, IMAGES), x_test, y_test) for moments in releases]
         yield "local: own statistics", epsilon, float(np.mean(own))
         rate = BATCH / IMAGES
         noise = 0.0 if math.isinf(epsilon) else calibrate_step_noise(epsilon, DELTA, rate, STEPS)

@@ -43,6 +43,13 @@ def test_a_sum_gets_noise_and_is_not_clipped() -> None:
     assert clipped["counts"].tolist() == pytest.approx([2.5 + 30 / norm, 2.5 - 40 / norm])
 
 
+def test_what_is_not_finite_becomes_zero_before_noise() -> None:
+    value = torch.tensor([float("nan"), float("inf"), 1.0])
+    context = ReleaseContext(None, "sum", Ones())  # type: ignore[arg-type]
+    (released,) = Gaussian(1.0, 2.0).apply([value], context)
+    assert released.tolist() == [2.0, 2.0, 3.0]
+
+
 def test_what_one_image_can_change() -> None:
     found = plan("gaussian clip=1")
     assert [found.each(part) for part in ("describe", "describe.sums")] == ["sum", "sum"]
@@ -62,8 +69,8 @@ def test_nothing_of_the_method_is_open_once_the_sums_are_protected() -> None:
 @pytest.mark.parametrize(
     ("mechanism", "why"),
     [
-        ("gaussian clip=2", "norm 1 at most; write `gaussian clip=1`"),
-        ("laplace clip=1 noise=3", "norm 1 at most; write `gaussian clip=1`"),
+        ("gaussian clip=2", "by Euclidean norms; write `gaussian clip=1`"),
+        ("laplace clip=1 noise=3", "by Euclidean norms; write `gaussian clip=1`"),
         ("gaussian clip=1 of=change", "write `gaussian clip=1`"),
         ("gaussian clip=1 each=image", "belong to no single image"),
         ("response epsilon=1", "belong to no single image"),

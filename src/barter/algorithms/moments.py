@@ -5,11 +5,12 @@ depend on no private data, as in Fed3R (Fanì et al., ICML 2024) and FedPFT (Bei
 arXiv:2402.01862). One image changes a sum little, so that little noise protects it (`[privacy]`).
 Decoding and learning follow DFFKE.
 
-1. Each client trains on its private images and uploads, once in a run, the moments of its images: the
-   number of images and the sum of features of each class, and the sum of x xᵀ over all images.
+1. Each client uploads, once in a run, the moments of its images: the number of images and the sum of
+   features of each class, and the sum of x xᵀ over all images.
 2. The server adds all moments and makes a Gaussian of each class, with a common covariance. It
    trains a decoder whose images have the features that are sampled from the Gaussians.
-3. In every round each client samples features, decodes them to images, and trains on these and on
+3. Each client trains on its private images, in its first round only.
+4. In every round each client samples features, decodes them to images, and trains on these and on
    its private images. The Gaussians' discriminant gives the logits to learn for the decoded images.
 
 Networks never leave the clients. After the upload nothing else depends on private images, so that ε
@@ -62,8 +63,8 @@ from barter.models.zoo import ZOO, build_network
 from barter.ops.distill import kl
 from barter.ops.fit import Subject, Trainer, adam, alternate, epoch_length, fit, join_subjects
 from barter.ops.moments import (
-    ClassGaussian,
     Moments,
+    SharedGaussian,
     Whitening,
     add_moments,
     fit_whitening,
@@ -81,80 +82,94 @@ __all__ = ["ClassMoments", "Discriminant", "MomentsClient", "MomentsServer", "de
 CROPS = 4000  # crops of photographs by which features are whitened
 COMPARED_CROPS = 8  # crops by which clients check that their features are the server's
 FEATURE_TOLERANCE = 0.01  # largest difference of such components, which have norm 1
-PICTURES = 10  # decoded images of each class that reports choose from
+UNKNOWN = 30.0  # logits of unknown classes are by so much below the lowest one of the others
+IMAGES_OF_A_CLASS = 10  # decoded images of each class that reports choose from
 
 
 class Reference(TypedDict):
-    """What clients need to compute the same components as the server."""
+    """The whitening of features, and an example by which clients check theirs."""
 
     whitening: Annotated[Whitening, Content("exact")]
-    probes: Annotated[Tensor, Content("exact")]  # the components of some crops of photographs
+    example: Annotated[Tensor, Content("exact")]  # the components of some crops of photographs
 
 
 class Knowledge(TypedDict):
-    """What clients sample and decode images from; empty if a client has it already."""
+    """Gaussians to sample from and their decoder; empty if there are none, or none are new."""
 
-    gaussians: NotRequired[Annotated[ClassGaussian, Content("exact")]]
+    gaussians: NotRequired[Annotated[SharedGaussian, Content("exact")]]
     decoder: NotRequired[State]
 
 
 class MomentsServer(Server):
-    """A server that holds the clients' moments, and what it makes of them."""
+    """A server that holds the clients' moments, and the Gaussians and decoder made of them."""
 
+    whitening: dict[str, Tensor] = {}  # a `Whitening`; empty before the first round
     moments: dict[int, Moments] = {}
-    whitening: list[Whitening] = []  # empty before the first round, then one
+    images: dict[int, int] = {}  # for each of these clients, its number of images
     knowledge: Knowledge = {}
+    version: int = 0  # how often the knowledge has changed
+    held: dict[int, int] = {}  # for each client, the version that it was sent
     decoder: State = {}  # the last decoder, from which training continues when moments arrive
-    held: dict[int, int] = {}  # for each client, the number of moments in the knowledge it was sent
 
 
 class MomentsClient(Client):
-    """A client that remembers what it samples images from."""
+    """A client that remembers the Gaussians and the decoder that it was sent."""
 
     knowledge: Knowledge = {}
-    exchanges: int = 0  # number of rounds in which it trained on decoded images
+    trained: bool = False  # whether it has trained on its private images alone
 
 
 class Discriminant(Classifier):
     """The classifier that follows from the Gaussians, on whitened fixed features."""
 
     def __init__(
-        self, extractor: Classifier, whitening: Whitening, gaussians: ClassGaussian
+        self, extractor: Classifier, whitening: Whitening, gaussians: SharedGaussian, spec: Spec
     ) -> None:
         super().__init__()
         self.extractor = extractor
         self.whitening = whitening
         self.gaussians = gaussians
+        self.spec = spec
         self.feature_dim = len(gaussians["factor"])
 
     def features(self, x: Tensor) -> Tensor:
-        return whiten_features(self.extractor.features(x), self.whitening)
+        inputs = change_format(x, self.spec, public_format(self.spec))
+        return whiten_features(self.extractor.features(inputs), self.whitening)
 
     def logits(self, features: Tensor) -> Tensor:
         return discriminant_logits(self.gaussians, features)
 
 
-def discriminant_logits(gaussians: ClassGaussian, x: Tensor) -> Tensor:
+def discriminant_logits(gaussians: SharedGaussian, x: Tensor) -> Tensor:
     """Return the discriminant's logits of components (images, classes).
 
-    Those of classes that are not known are far below all others.
+    Those of classes that are not known are far below all others: by `UNKNOWN`, from the lowest.
     """
     logits = F.linear(x, gaussians["weights"], gaussians["bias"])
-    return logits.masked_fill(~gaussians["known"], -1e4)
+    unknown = ~gaussians["known"]
+    lowest = logits.masked_fill(unknown, torch.inf).amin(1, keepdim=True)
+    return torch.where(unknown, lowest - UNKNOWN, logits)
 
 
 def decoding_loss(
-    decoder: PixelDecoder, extractor: Classifier, whitening: Whitening, spec: Spec, codes: Tensor
+    decoder: PixelDecoder,
+    extractor: Classifier,
+    spec: Spec,
+    codes: Tensor,
+    center: Tensor,
+    projection: Tensor,
 ) -> Tensor:
     """Return the mean squared distance between codes and the components of decoded images.
 
     Args:
         decoder: The decoder, which is trained.
         extractor: The network of the fixed features.
-        whitening: The whitening of these features.
-        spec: Format of the extractor's input.
+        spec: Format of the extractor's input, see `public_format`.
         codes: The components to decode (images, components), of norm 1.
+        center: The center of the features' whitening.
+        projection: Its projection.
     """
+    whitening: Whitening = {"center": center, "projection": projection}
     images = resize_images(render_codes(decoder, codes), spec)
     components = whiten_features(extractor.features(images).float(), whitening)
     return (components - codes).square().sum(1).mean()
@@ -174,7 +189,7 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
     crosses = {
         "describe": Crossing(
             down="the whitening of fixed features",
-            up="once: numbers of images, sums of fixed features and of their squares, by class",
+            up="once: numbers of images and sums of fixed features by class, sums of their products",
         ),
         "exchange": Crossing(down="a Gaussian of each class and a decoder, if they are new"),
     }
@@ -184,7 +199,8 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
 
     fraction: Fraction = 1.0  # fraction of clients sampled per round
     # the network of the fixed features: a name of the zoo, or package.module:function; it must not
-    # depend on private images, and be the same at every client
+    # depend on private images, and be the same at every client. Its inputs have mean 0.5 and
+    # deviation 0.25 in place of those of private pixels
     extractor: str = "filters"
     components: Count = 200  # d: principal components of the features
     tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
@@ -215,7 +231,11 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         extractor = self.build_extractor(server)
         crops = torch.arange(CROPS, device=server.device)
         features = predict(extractor.features, partial(photographs, server.spec), crops)
-        server.whitening = [fit_whitening(features, self.components)]
+        whitening = fit_whitening(features, self.components)
+        server.whitening = {
+            "center": whitening["center"],
+            "projection": whitening["projection"],
+        }
 
     def round(self, server: MomentsServer, clients: Clients, t: int) -> None:
         participants = clients.sample(self.fraction)
@@ -223,20 +243,18 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         new = participants.run_missing(self.describe, server.moments, reference)
         if new:
             server.moments = {**server.moments, **new}
+            server.images = {**server.images, **new.num_examples}
             self.renew_knowledge(server)
-        if not server.knowledge:
-            return
-        version = len(server.moments)
-        learners = participants.only(server.moments)
         deliveries = {
-            k: Knowledge() if server.held.get(k) == version else server.knowledge for k in learners
+            k: Knowledge() if server.held.get(k) == server.version else server.knowledge
+            for k in participants
         }
-        answers = learners.scatter(self.exchange, deliveries)
-        server.held |= dict.fromkeys(answers, version)
+        answers = participants.scatter(self.exchange, deliveries)
+        server.held |= dict.fromkeys(answers, server.version)
 
     def build_extractor(self, party: Server | Client) -> Classifier:
         """Return the frozen network of the fixed features; it is the same for every party."""
-        spec = party.data.spec if isinstance(party, Client) else party.spec
+        spec = public_format(party.data.spec if isinstance(party, Client) else party.spec)
 
         def make() -> Classifier:
             with seeds.scope(0, "extractor"):
@@ -246,44 +264,41 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         return network.eval().requires_grad_(False)
 
     def make_reference(self, server: MomentsServer) -> Reference:
-        """Return the whitening, and components by which clients check theirs."""
-        (whitening,) = server.whitening
+        """Return the whitening, and the components of some crops of photographs."""
+        whitening = whitening_of(server)
         extractor = self.build_extractor(server)
         return {
             "whitening": whitening,
-            "probes": reference_components(extractor, whitening, server.spec),
+            "example": example_components(extractor, whitening, server.spec),
         }
 
     def local_offset(self, client: MomentsClient) -> Tensor | None:
         return log_class_prior(client.data)
 
     def describe(self, client: MomentsClient, reference: Reference) -> Moments:
-        """Train on private images, then return the moments of all of them.
-
-        The moments do not depend on the network that was trained.
+        """Return the moments of all private images; they do not depend on the client's network.
 
         Raises:
             ConfigError: If the client's extractor computes other features than the server's.
         """
-        fit(
-            client,
-            epochs=self.max_epochs,
-            goal=self.tau,
-            batch_size=self.batch_size,
-            recipe=adam(self.lr, self.weight_decay, cosine=True),
-            by_class=self.local_offset(client),
-        )
         whitening = reference["whitening"]
         data = client.data
         extractor = self.build_extractor(client)
-        own = reference_components(extractor, whitening, data.spec)
-        if not torch.allclose(own, reference["probes"], atol=FEATURE_TOLERANCE):
+        same = extractor.feature_dim == len(whitening["center"])
+        if same:
+            own = example_components(extractor, whitening, data.spec)
+            same = torch.allclose(own, reference["example"], atol=FEATURE_TOLERANCE)
+        if not same:
             raise ConfigError(
                 f"extractor={self.extractor!r}: its features here are not the server's; every party "
                 "must have the same code and the same weights"
             )
+
+        def inputs(index: Tensor) -> Tensor:
+            return change_format(data.batch(index), data.spec, public_format(data.spec))
+
         every = torch.arange(len(data), device=data.device)
-        features = predict(extractor.features, data.batch, every)
+        features = predict(extractor.features, inputs, every)
         return sum_moments(whiten_features(features, whitening), data.labels, data.spec.classes)
 
     def renew_knowledge(self, server: MomentsServer) -> None:
@@ -291,38 +306,44 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
 
         If no class is known, the knowledge stays as it is.
         """
-        gaussians = shared_gaussians(add_moments(server.moments.values()))
+        joint = add_moments(server.moments.values())
+        gaussians = shared_gaussians(joint, sum(server.images.values()))
         n_known = int(gaussians["known"].sum())
         server.report["classes"] = n_known
         if n_known:
             server.decoder = self.train_decoder(server, gaussians)
             server.knowledge = {"gaussians": gaussians, "decoder": to_half(server.decoder)}
+            server.version += 1
 
-    def train_decoder(self, server: MomentsServer, gaussians: ClassGaussian) -> State:
+    def train_decoder(self, server: MomentsServer, gaussians: SharedGaussian) -> State:
         """Train a decoder of samples of the Gaussians to images; return its state.
 
         Training continues from `server.decoder`, unless it is empty. The mean loss of the last
         tenth of the steps is reported.
         """
-        new = PixelDecoder(self.components, server.spec).to(server.device)
-        decoder = lanes.keep(("pixel decoder", server.spec), new).train()
+        spec = public_format(server.spec)
+        new = PixelDecoder(self.components, spec).to(server.device)
+        decoder = lanes.keep(("pixel decoder", spec), new).train()
         if server.decoder:
             decoder.load_state_dict(server.decoder)
         extractor = self.build_extractor(server)
-        (whitening,) = server.whitening
+        whitening = whitening_of(server)
         trainer = Trainer.of(decoder, adam(self.lr, cosine=True))
-        loss = partial(decoding_loss, decoder, extractor, whitening, server.spec)
+        # Tensors of the whitening are part of the batch, so that a step can be a CUDA graph.
+        loss = partial(decoding_loss, decoder, extractor, spec)
+        constants = (whitening["center"], whitening["projection"])
         last_steps = -(-self.decoder_steps // 10)
         total = torch.zeros((), device=server.device)
         for step in server.track("decoder", range(self.decoder_steps)):
-            value = trainer.step(loss, self.sample_codes(gaussians, self.decoder_batch))
+            codes = self.sample_codes(gaussians, self.decoder_batch)
+            value = trainer.step(loss, codes, *constants)
             if step >= self.decoder_steps - last_steps:
                 total += value
             trainer.anneal((step + 1) / self.decoder_steps)
         server.report["decoder_loss"] = float(total) / last_steps
         return {name: tensor.detach().clone() for name, tensor in decoder.state_dict().items()}
 
-    def sample_codes(self, gaussians: ClassGaussian, count: int) -> Tensor:
+    def sample_codes(self, gaussians: SharedGaussian, count: int) -> Tensor:
         """Return samples of random known classes (count, components)."""
         device = gaussians["means"].device
         classes = gaussians["known"].nonzero().flatten()
@@ -333,7 +354,8 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
     def exchange(self, client: MomentsClient, knowledge: Knowledge) -> None:
         """Train on decoded images and on private images, half of a batch each.
 
-        Before the client's first exchange, its metrics are recorded.
+        Before that, in its first call, the client trains on private images alone, and its metrics
+        are recorded. As long as there is no decoder, nothing else is done.
 
         Args:
             client: The client, whose model is trained in place.
@@ -341,9 +363,26 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         """
         if knowledge:
             client.knowledge = knowledge
-        home = self.local_offset(client)
-        if not client.exchanges:
-            record_before_exchange(client, home)
+        if not client.trained:
+            self.train(client)
+            record_before_exchange(client, self.local_offset(client))
+            client.trained = True
+        if client.knowledge:
+            self.learn_from_images(client)
+
+    def train(self, client: MomentsClient) -> None:
+        """Train on private images until the training accuracy reaches τ, or for `max_epochs`."""
+        fit(
+            client,
+            epochs=self.max_epochs,
+            goal=self.tau,
+            batch_size=self.batch_size,
+            recipe=adam(self.lr, self.weight_decay, cosine=True),
+            by_class=self.local_offset(client),
+        )
+
+    def learn_from_images(self, client: MomentsClient) -> None:
+        """Train on newly decoded images and on private images."""
         data = client.data
         images, targets = self.sample_images(client, self.samples)
         augment = data.augment.rescale(data.side, decoder_side(data.spec))
@@ -352,7 +391,7 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
                 [data.pixels, data.labels],
                 partial(prepare_batch, spec=data.spec, augment=data.augment),
                 partial(review_loss, client.model),
-                () if home is None else (home,),
+                (log_class_prior(data),),
             ),
             Subject(
                 [images, targets],
@@ -364,7 +403,6 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         passes = self.exchange_epochs * epoch_length(len(images), self.batch_size)
         steps = passes * len(subjects)
         alternate(client, [course], steps, adam(self.lr, self.weight_decay, cosine=True))
-        client.exchanges += 1
 
     def sample_images(self, client: MomentsClient, count: int) -> tuple[Tensor, Tensor]:
         """Return decoded images in the decoder's size, and the discriminant's logits of them."""
@@ -378,7 +416,8 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         if not server.knowledge:
             return {}
         extractor = self.build_extractor(server)
-        model = Discriminant(extractor, server.whitening[0], server.knowledge["gaussians"])
+        gaussians = server.knowledge["gaussians"]
+        model = Discriminant(extractor, whitening_of(server), gaussians, test.spec)
         return score(model, test, "global", server.evaluation)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
@@ -397,7 +436,7 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         if not isinstance(party, MomentsServer) or not party.knowledge:
             return None
         gaussians = party.knowledge["gaussians"]
-        labels = gaussians["known"].nonzero().flatten().repeat_interleave(PICTURES)
+        labels = gaussians["known"].nonzero().flatten().repeat_interleave(IMAGES_OF_A_CLASS)
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(len(labels), self.components, generator=generator).to(labels.device)
         chosen = wanted(labels)
@@ -406,21 +445,33 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         return labels[chosen], resize_images(images, party.spec)
 
 
+def public_format(spec: Spec) -> Spec:
+    """Return a task's format with constants in place of its private pixels' mean and deviation."""
+    return replace(spec, mean=(0.5,) * spec.channels, std=(0.25,) * spec.channels)
+
+
+def change_format(images: Tensor, before: Spec, after: Spec) -> Tensor:
+    """Return normalised images normalised by the mean and deviation of another format."""
+    mean, std = channel_statistics(before, images.device)
+    new_mean, new_std = channel_statistics(after, images.device)
+    return (images * std + mean - new_mean) / new_std
+
+
 def photographs(spec: Spec, index: Tensor) -> Tensor:
-    """Return crops of photographs as normalised images of the networks' input size.
-
-    They depend on the size and the channels of the task's images alone: pixels are made with
-    constants in place of the mean and deviation of private pixels.
-    """
-    public = replace(spec, mean=(0.5,) * spec.channels, std=(0.25,) * spec.channels)
-    public_mean, public_std = channel_statistics(public, index.device)
-    crops = photograph_images(public, index, CROPS, seed=0)
-    pixels = crops * public_std + public_mean
-    mean, std = channel_statistics(spec, index.device)
-    return resize_images((pixels - mean) / std, spec)
+    """Return crops of photographs in the public format of a task, at its networks' input size."""
+    public = public_format(spec)
+    return resize_images(photograph_images(public, index, CROPS, seed=0), public)
 
 
-def reference_components(extractor: Classifier, whitening: Whitening, spec: Spec) -> Tensor:
+def whitening_of(server: MomentsServer) -> Whitening:
+    """Return the server's whitening, which `setup` has computed."""
+    return {
+        "center": server.whitening["center"],
+        "projection": server.whitening["projection"],
+    }
+
+
+def example_components(extractor: Classifier, whitening: Whitening, spec: Spec) -> Tensor:
     """Return the components of the first crops of photographs."""
     index = torch.arange(COMPARED_CROPS, device=whitening["center"].device)
     features = predict(extractor.features, partial(photographs, spec), index)
@@ -428,16 +479,18 @@ def reference_components(extractor: Classifier, whitening: Whitening, spec: Spec
 
 
 def decode_codes(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
-    """Return the images of codes in the decoder's size, without gradients.
+    """Return the images of codes in the decoder's size, normalised as the task's images are.
 
     Args:
         decoder: State of a `PixelDecoder`, in half precision.
-        spec: Format of the images.
+        spec: Format of the task's images.
         codes: The components to decode (images, components).
     """
-    network = PixelDecoder.from_state(to_single(decoder), spec)
+    public = public_format(spec)
+    network = PixelDecoder.from_state(to_single(decoder), public)
     index = torch.arange(len(codes), device=codes.device)
-    return predict(partial(render_codes, network), lambda part: codes[part], index)
+    images = predict(partial(render_codes, network), lambda part: codes[part], index)
+    return change_format(images, public, spec)
 
 
 def imitation_loss(model: Classifier, features: Tensor, target: Tensor) -> Tensor:

@@ -28,9 +28,9 @@ __all__ = ["Algorithm", "Crossing", "ServerModel", "Tells"]
 
 # How much of a part of an answer one private image can influence: nothing, its own label, its own
 # row, its row as computed by the client's network, which was trained on all images, or its own term
-# of a sum. All parts of an answer that are sums have one term for each image, and the terms of an
-# image in all these parts together have a Euclidean norm of at most 1. A part that an algorithm
-# does not declare counts as depending on the image in every value.
+# of a sum. To be a sum, all parts of an answer that are declared so must together change by a
+# Euclidean norm of at most 2 if one image is replaced. A part that an algorithm does not declare
+# counts as depending on the image in every value.
 Tells: TypeAlias = Literal["nothing", "label", "row", "row of the network", "sum"]
 S = TypeVar("S", bound=Server, default=Server)
 C = TypeVar("C", bound=Client, default=Client)
@@ -125,8 +125,8 @@ class Algorithm(Generic[S, C]):
     # What a part of an answer tells about one private image: METHOD.KEY -> how much of the part
     # one private image can influence.
     tells: ClassVar[Mapping[str, Tells]] = {}
-    # Remote methods that a client answers at most once in a run. Privacy noise is calibrated for one
-    # release of theirs, not for one in each round.
+    # Remote methods that are asked of each client at most once in a run. Privacy noise is calibrated
+    # for one release of theirs, not for one in each round.
     once: ClassVar[frozenset[str]] = frozenset()
     # Preset name -> hyperparameters.
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}

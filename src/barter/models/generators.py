@@ -87,9 +87,12 @@ class Decoder(nn.Module):
             nn.BatchNorm2d(half),
             nn.LeakyReLU(0.2),
             nn.Conv2d(half, spec.channels, 3, padding=1),
-            nn.Tanh(),
-            nn.BatchNorm2d(spec.channels, affine=False),
+            *self.ending(spec),
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def ending(self, spec: Spec) -> list[nn.Module]:
+        """Return the layers that bring the last convolution's numbers to the range of pixels."""
+        return [nn.Tanh(), nn.BatchNorm2d(spec.channels, affine=False)]
 
     def forward(self, codes: Tensor) -> Tensor:
         """Decode codes (images, views, width) to images (images, channels, side, side).
@@ -149,13 +152,14 @@ class PixelDecoder(Decoder):
     def __init__(self, code_dim: int, spec: Spec, parts: int = 0) -> None:
         super().__init__(code_dim, spec, parts)
         self.spec = spec
-        tanh_and_norm = 2
-        self.body = self.body[:-tanh_and_norm]
+
+    def ending(self, spec: Spec) -> list[nn.Module]:
+        return [nn.Sigmoid()]
 
     def forward(self, codes: Tensor) -> Tensor:
         """Decode codes (images, views, width) to normalised images, as `Decoder` does."""
         mean, std = channel_statistics(self.spec, codes.device)
-        images: Tensor = (super().forward(codes).sigmoid() - mean) / std
+        images: Tensor = (super().forward(codes) - mean) / std
         return images
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from barter.core.contracts import Content, Floats
 
 __all__ = [
-    "ClassGaussian",
     "Moments",
+    "SharedGaussian",
     "Whitening",
     "add_moments",
     "fit_whitening",
@@ -28,13 +28,22 @@ __all__ = [
     "whiten_features",
 ]
 
-COUNT_WEIGHT = 0.3  # weight of an image's class in its term; its features have 1
-SQUARE_WEIGHT = 1.0  # weight of x xᵀ
-TERM_NORM = math.sqrt(COUNT_WEIGHT**2 + 1 + SQUARE_WEIGHT**2)
-WHITENING_FLOOR = 1e-2  # added to the variances of whitened features, of the largest
-LEAST_VARIANCE = 1e-4  # of features of norm 1, in any direction
-DESCRIBED_IMAGES = 5.0  # classes with fewer images are left out
-LEAST_SIGNAL = 5.0  # so are classes whose count is less than so many deviations of its noise
+# Weight of an image's class; its components and x xᵀ have 1.
+COUNT_WEIGHT = 0.5
+# Largest change of counts, sums and squares if an image is replaced by another. Of one class it is
+# sqrt(|x - x'|² + |x xᵀ - x' x'ᵀ|²), the root of 4 - 2 c - 2 c² for components of norm 1 with the
+# cosine c, which is largest at c = -1/2. Of two classes it is the root of 2 COUNT_WEIGHT² + 2 for
+# counts and sums and of 2 - 2 c² for squares, which is as large at c = 0.
+LARGEST_CHANGE = math.sqrt(4.5)
+# Moments are divided by this, so that the change is at most 2.
+UNIT = LARGEST_CHANGE / 2
+# Relative error of a number in single precision, for each of the two sums that are compared.
+SINGLE_PRECISION = 2.0**-23
+WHITENING_FLOOR = 1e-2  # added to the variances of whitened features, relative to the largest
+LEAST_VARIANCE = 1e-4  # of components of norm 1, in any direction
+DESCRIBED_IMAGES = 5  # classes with fewer images are left out
+# Classes are also left out if their count is less than this many standard deviations of its noise.
+LEAST_SIGNAL = 5.0
 
 
 class Whitening(TypedDict):
@@ -45,18 +54,18 @@ class Whitening(TypedDict):
 
 
 class Moments(TypedDict):
-    """Sums over images: each adds its class, its components x in the row of its class, and x xᵀ.
+    """Sums over a client's images: numbers of images and components x by class, and x xᵀ of all.
 
-    x has norm 1 at most, and the terms are weighted so that those of an image together have norm 1
-    at most too.
+    They are weighted so that all numbers together change by a norm of at most 2 if an image is
+    replaced by another one. `shared_gaussians` removes the weights.
     """
 
-    counts: Annotated[Tensor, Floats("classes"), Content("exact")]
-    sums: Annotated[Tensor, Floats("classes", "components"), Content("exact")]
-    squares: Annotated[Tensor, Floats("components", "components"), Content("exact")]
+    counts: Annotated[Tensor, Floats("classes", compared=False), Content("exact")]
+    sums: Annotated[Tensor, Floats("classes", "components", compared=False), Content("exact")]
+    squares: Annotated[Tensor, Floats("components", "components", compared=False), Content("exact")]
 
 
-class ClassGaussian(TypedDict):
+class SharedGaussian(TypedDict):
     """A Gaussian for each class, with a common covariance, and their discriminant.
 
     Classes that are not known have zeros.
@@ -80,10 +89,13 @@ def fit_whitening(features: Tensor, components: int) -> Whitening:
         components: Number of components.
     """
     rows = features.double()
-    values, vectors = torch.linalg.eigh(torch.cov(rows.T))
+    # A single feature has a covariance without axes.
+    covariance = torch.cov(rows.T).view(rows.shape[1], rows.shape[1])
+    values, vectors = torch.linalg.eigh(covariance)
     found = min(components, len(values))
     leading = values.flip(0)[:found].clamp(min=0)
-    scale = (leading + WHITENING_FLOOR * values.max()).rsqrt()
+    # All variances are zero if all images are equal.
+    scale = (leading + WHITENING_FLOOR * values.max()).clamp(min=1e-12).rsqrt()
     projection = vectors.flip(1)[:, :found] * scale
     return {
         "center": rows.mean(0).to(features),
@@ -99,16 +111,23 @@ def whiten_features(features: Tensor, whitening: Whitening) -> Tensor:
 def sum_moments(x: Tensor, labels: Tensor, classes: int) -> Moments:
     """Return the moments of images from their components.
 
+    The bound on the change holds for any components: NaN and infinity count as 0, and rows of
+    a norm above 1 are scaled down. Sums are made slightly smaller to make up for their rounding.
+
     Args:
-        x: The components (images, components), of norm 1 at most.
+        x: The components (images, components).
         labels: The classes of the images.
         classes: Number of classes.
     """
-    rows = x.double()
+    rows = x.double().nan_to_num(0.0, 0.0, 0.0)
+    rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1)
     one_hot = F.one_hot(labels, classes).double()
-    counts = COUNT_WEIGHT / TERM_NORM * one_hot.sum(0)
-    sums = one_hot.T @ rows / TERM_NORM
-    squares = SQUARE_WEIGHT / TERM_NORM * rows.T @ rows
+    # The sums of n images have a norm of at most 1.5 n, and are off by this norm times the relative
+    # error of their numbers.
+    unit = UNIT * (1 + 1.5 * SINGLE_PRECISION * len(x))
+    counts = COUNT_WEIGHT * one_hot.sum(0) / unit
+    sums = one_hot.T @ rows / unit
+    squares = rows.T @ rows / unit
     return {"counts": counts.to(x), "sums": sums.to(x), "squares": squares.to(x)}
 
 
@@ -122,31 +141,38 @@ def add_moments(parts: Iterable[Moments]) -> Moments:
     }
 
 
-def shared_gaussians(moments: Moments) -> ClassGaussian:
+def shared_gaussians(moments: Moments, images: int) -> SharedGaussian:
     """Return the Gaussians of classes with a common covariance.
 
     Moments may hold noise of one deviation in all numbers. The sum of x xᵀ is symmetric, so the
     difference of its two halves measures this noise. Eigenvalues below its largest one are raised
     to that in the discriminant, and not sampled. Classes with hardly more images than the noise in
     counts are left out; without noise, these are classes with fewer than `DESCRIBED_IMAGES` images.
+
+    Args:
+        moments: The moments of all clients together.
+        images: The number of their images, as far as it is trusted.
     """
-    counts = moments["counts"].double() * TERM_NORM / COUNT_WEIGHT
-    sums = moments["sums"].double() * TERM_NORM
-    squares = moments["squares"].double() * TERM_NORM / SQUARE_WEIGHT
-    total = counts.sum().clamp(min=1)
+    counts = moments["counts"].double() * UNIT / COUNT_WEIGHT
+    sums = moments["sums"].double() * UNIT
+    squares = moments["squares"].double() * UNIT
     size = len(squares)
-    # Each pair of entries differs by twice the variance of the noise.
+    # The two entries of a pair have independent noise, so their difference has twice its variance.
     pairs = max(1, size * (size - 1))
-    square_deviation = ((squares - squares.T).square().sum() / pairs / 2).sqrt()
-    count_deviation = square_deviation * SQUARE_WEIGHT / COUNT_WEIGHT
-    squares = (squares + squares.T) / 2
-    # Entries are now means of two with deviation s; such noise has eigenvalues up to s sqrt(2 d).
-    floor = (square_deviation * math.sqrt(2 * size) / total).clamp(min=LEAST_VARIANCE)
-    known = counts > (LEAST_SIGNAL * count_deviation).clamp(min=DESCRIBED_IMAGES)
+    deviation = ((squares - squares.T).square().sum() / pairs / 2).sqrt()
+    # Counts of 4.5 images and more are 5 without noise, but for rounding.
+    least = (LEAST_SIGNAL * deviation / COUNT_WEIGHT).clamp(min=DESCRIBED_IMAGES - 0.5)
+    known = counts > least
     sizes = counts.clamp(min=1) * known
+    # The server trusts no client with more than a multiple of the others' images.
+    total = max(float(images), float(sizes.sum()))
     means = sums / counts.clamp(min=1)[:, None] * known[:, None]
-    between = (means.T * (sizes / sizes.sum().clamp(min=1))) @ means
-    values, vectors = torch.linalg.eigh(squares / total - between)
+    # Images of classes that are not known are part of the squares, around a mean of zero.
+    between = (means.T * (sizes / total)) @ means
+    values, vectors = torch.linalg.eigh((squares + squares.T) / 2 / total - between)
+    # Such a matrix of noise alone, half the sum of two entries of this deviation at each place, has
+    # eigenvalues up to deviation * sqrt(2 size).
+    floor = (deviation * math.sqrt(2 * size) / total).clamp(min=LEAST_VARIANCE)
     sampled = values > floor
     values = torch.maximum(values, floor)
     weights = (means @ vectors / values) @ vectors.T
@@ -160,7 +186,7 @@ def shared_gaussians(moments: Moments) -> ClassGaussian:
     }
 
 
-def sample_features(model: ClassGaussian, labels: Tensor, noise: Tensor) -> Tensor:
+def sample_features(model: SharedGaussian, labels: Tensor, noise: Tensor) -> Tensor:
     """Return a sample per label of its class's Gaussian, scaled to norm 1.
 
     Args:

@@ -2,8 +2,8 @@
 
 A mechanism that adds noise first clips, to bound the influence of one image. If each row belongs to
 one image (`each=image`) it clips rows. Otherwise (`each=answer`) it clips the answer as a whole,
-which is valid however the answer was computed. A sum to which each image adds a term of norm 1 at
-most is not clipped.
+which is valid however the answer was computed. A sum is not clipped: its method bounds what one
+image can change.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class Additive(Mechanism):
         """Clip and add noise: to each row, or to all values together.
 
         With each=answer, all floats of all values are one vector with norm at most C, to which it is
-        clipped; a sum of terms that are bounded already is not clipped. Values that are not floats
-        become zero or empty. Running variances are clamped to be non-negative.
+        clipped; a sum is not clipped. NaN and infinity become zero, values that are not floats zero
+        or empty. Running variances are clamped to be non-negative.
 
         Raises:
             ConfigError: The values have no rows or floats, or no value sent by the server matches.
@@ -190,7 +190,7 @@ class Additive(Mechanism):
         start = torch.zeros(1, dtype=torch.float64)
         if self.of == "change":
             start = self._start(values, context.arguments)
-        change = torch.cat(numbers) - start
+        change = (torch.cat(numbers) - start).nan_to_num(0.0, 0.0, 0.0)
         if (self.each or context.each) == "answer":
             change = self.clip_rows(change[None])[0]
         released = start + self.add_noise(change, context.source)

@@ -323,8 +323,8 @@ class Plan:
                 exact = isinstance(mechanism, Gaussian) and mechanism.clip == 1
                 if not exact or mechanism.of == "change":
                     problem = (
-                        "it is a sum to which each image adds numbers of Euclidean norm 1 at most; "
-                        "write `gaussian clip=1`"
+                        "it is a sum whose terms are bounded already, by Euclidean norms; write "
+                        "`gaussian clip=1`"
                     )
             if problem:
                 raise ConfigError(f"privacy.parts: {name}={str(mechanism)!r}: {problem}")
