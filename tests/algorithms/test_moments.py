@@ -210,6 +210,7 @@ def test_a_client_that_could_not_upload_learns_all_the_same(
     record = experiment.step()
     server: Any = experiment.server
     assert sorted(server.moments) == [0, 2]
-    assert [failure.client for failure in record.failures] == [1]
+    (failure,) = record.failures
+    assert "client 1 failed in 'describe'" in failure
     assert "gaussians" in experiment.engine.clients[1].knowledge
     assert {"before_global", "global"} <= record.clients[1].keys()
