@@ -154,7 +154,9 @@ def test_other_features_than_the_servers_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_extractor_is_refused_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"extractor='filter': did you mean 'filters'"):
+    with pytest.raises(
+        ConfigError, match=r"extractor='filter' is neither .* did you mean 'filters'"
+    ):
         ClassMoments(extractor="filter")
 
 

@@ -217,8 +217,8 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         super().__post_init__()
         if ":" not in self.extractor and self.extractor not in ZOO:
             raise ConfigError(
-                f"extractor={self.extractor!r}: {did_you_mean(self.extractor, ZOO)}; a network of "
-                "your own is package.module:function"
+                f"extractor={self.extractor!r} is neither a network of the zoo nor "
+                f"package.module:function: {did_you_mean(self.extractor, ZOO)}"
             )
 
     def setup(self, server: MomentsServer, clients: Clients) -> None:
