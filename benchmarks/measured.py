@@ -174,14 +174,14 @@ def overview() -> Table:
             "to the server",
         ],
         [
-            "class moments, ε = 8",
+            "[class moments](docs/methods/moments.md), ε = 8",
             "any",
             "",
             "",
             f"{once:.1f} once",
             accuracy(fashion, "baselines-fashion-10k: moments, epsilon 8", "global", 5),
-            "sums of fixed features to the server, [with a guarantee for the whole run]"
-            "(docs/methods/moments.md#what-it-exposes); images decoded from them to every client",
+            "noisy sums of fixed features to the server, images decoded from them to every client: "
+            "**a guarantee for every image**, for the whole run",
         ],
         [
             'DFFKE as published (`preset = "paper"`)',
