@@ -97,13 +97,18 @@ def test_the_bound_is_reached_and_never_exceeded() -> None:
 
 
 def test_rounding_to_single_precision_stays_within_the_bound() -> None:
-    x = random_rows(20_000, 3, 0).float()
-    y = torch.zeros(20_000, dtype=torch.long)
-    replaced = x.clone()
-    x[0] = torch.tensor([1.0, 0.0, 0.0])
-    replaced[0] = torch.tensor([-0.5, 0.75**0.5, 0.0])
-    change = flat(sum_moments(x, y, 1)).double() - flat(sum_moments(replaced, y, 1)).double()
-    assert 1.98 < float(change.norm()) <= 2.0
+    changes = []
+    for seed in range(10):
+        x = random_rows(2000, 3, seed).float()
+        y = torch.zeros(2000, dtype=torch.long)
+        replaced = x.clone()
+        x[0] = torch.tensor([1.0, 0.0, 0.0])
+        replaced[0] = torch.tensor([-0.5, 0.75**0.5, 0.0])
+        one, other = sum_moments(x, y, 1), sum_moments(replaced, y, 1)
+        changes.append(float((flat(one).double() - flat(other).double()).norm()))
+    # Without the margin for rounding, about every other one would exceed the bound.
+    assert min(changes) > 1.99
+    assert max(changes) <= 2.0
 
 
 def test_the_division_among_clients_does_not_matter() -> None:
