@@ -178,10 +178,10 @@ def overview() -> Table:
             "any",
             "",
             "",
-            f"{once:.1f} once",
+            f"{once:.1f} once (Fashion-MNIST)",
             accuracy(fashion, "baselines-fashion-10k: moments, epsilon 8", "global", 5),
-            "noisy sums of fixed features to the server, images decoded from them to every client: "
-            "**a guarantee for every image**, for the whole run",
+            "noisy sums of fixed features to the server, Gaussians and a decoder made of them to "
+            "every client: **a guarantee for every training image**, for the whole run",
         ],
         [
             'DFFKE as published (`preset = "paper"`)',

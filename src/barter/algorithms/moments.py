@@ -9,7 +9,7 @@ Decoding and learning follow DFFKE.
    features of each class, and the sum of x xᵀ over all images.
 2. The server adds all moments and makes a Gaussian of each class, with a common covariance. It
    trains a decoder whose images have the features that are sampled from the Gaussians.
-3. Each client trains on its private images, in its first round only.
+3. In its first round, each client first trains on its private images alone.
 4. In every round each client samples features, decodes them to images, and trains on these and on
    its private images. The Gaussians' discriminant gives the logits to learn for the decoded images.
 

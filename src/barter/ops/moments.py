@@ -111,8 +111,9 @@ def whiten_features(features: Tensor, whitening: Whitening) -> Tensor:
 def sum_moments(x: Tensor, labels: Tensor, classes: int) -> Moments:
     """Return the moments of images from their components.
 
-    The bound on the change holds for any components: NaN and infinity count as 0, and rows of
-    a norm above 1 are scaled down. Sums are made slightly smaller to make up for their rounding.
+    A replaced image changes them by a norm of 2 at most, whatever the components are: NaN and
+    infinity count as 0, and rows of a norm above 1 are scaled down. Sums are made slightly smaller
+    to make up for their rounding.
 
     Args:
         x: The components (images, components).
@@ -142,7 +143,7 @@ def add_moments(parts: Iterable[Moments]) -> Moments:
 
 
 def shared_gaussians(moments: Moments, images: int) -> SharedGaussian:
-    """Return the Gaussians of classes with a common covariance.
+    """Return the Gaussians of classes with a common covariance, and their discriminant.
 
     Moments may hold noise of one deviation in all numbers. The sum of x xᵀ is symmetric, so the
     difference of its two halves measures this noise. Eigenvalues below its largest one are raised
@@ -151,7 +152,7 @@ def shared_gaussians(moments: Moments, images: int) -> SharedGaussian:
 
     Args:
         moments: The moments of all clients together.
-        images: The number of their images, as far as it is trusted.
+        images: The number of their images; of a client that claims far more than the others, less.
     """
     counts = moments["counts"].double() * UNIT / COUNT_WEIGHT
     sums = moments["sums"].double() * UNIT
@@ -164,7 +165,7 @@ def shared_gaussians(moments: Moments, images: int) -> SharedGaussian:
     least = (LEAST_SIGNAL * deviation / COUNT_WEIGHT).clamp(min=DESCRIBED_IMAGES - 0.5)
     known = counts > least
     sizes = counts.clamp(min=1) * known
-    # The server trusts no client with more than a multiple of the others' images.
+    # Claimed numbers of images are capped, so that `images` can be too small.
     total = max(float(images), float(sizes.sum()))
     means = sums / counts.clamp(min=1)[:, None] * known[:, None]
     # Images of classes that are not known are part of the squares, around a mean of zero.
