@@ -16,7 +16,7 @@ from barter.cli.app import main
 from barter.compare.comparison import RunJob
 from barter.core.errors import CheckpointError, ConfigError
 from barter.recipes.recipe import PaperFigure, PublishedRecipe, find_recipe, recipe_names
-from barter.recipes.reproduction import Reproduction, changed_settings
+from barter.recipes.reproduction import Reproduction, changed_settings, plan_reproduction
 from barter.recipes.stored import StoredRun, read_stored_runs
 from barter.runs.summary import METRICS
 from barter.setup.config import resolve
@@ -52,6 +52,15 @@ def test_recipes_hold_what_they_need(name: str) -> None:
         "the defaults have changed since: name the former value in the recipe, or run "
         f"`barter reproduce {name}` again and store its results.jsonl as {name}.jsonl"
     )
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_can_be_planned(name: str, tmp_path: Path) -> None:
+    found = find_recipe(name)
+    _, jobs = plan_reproduction(found, tmp_path / "runs")
+    for job in jobs:
+        assert job.config.algorithm == resolve(found.config).algorithm
+        assert job.config.privacy == resolve(found.config).privacy
 
 
 def test_there_are_recipes_for_every_paper_and_for_the_cpu() -> None:

@@ -155,6 +155,10 @@ class Comparison:
         """
         general = [setting for setting in request.settings if not setting.startswith("algorithm.")]
         base = {key: item for key, item in request.base.items() if key != "algorithm"}
+        configurations = request.configurations()
+        if "privacy" in base or any(setting.startswith("privacy.") for setting in general):
+            # Which parts of answers can be protected depends on the algorithm.
+            base["algorithm"] = to_plain(next(iter(configurations.values())))["algorithm"]
         shared_config = resolve(with_settings(base, general))
         shared = to_plain(_with_absolute_paths(shared_config))
         common = {
@@ -173,7 +177,7 @@ class Comparison:
         self.seeds = sorted({*self.seeds, *request.seeds})
         self.question |= request.question
         jobs = []
-        for name, config in request.configurations().items():
+        for name, config in configurations.items():
             if config.data.source != shared_config.data.source:
                 raise ConfigError(
                     f"{name!r} has other data than the rest: different data do not go into one "
