@@ -11,7 +11,8 @@ ones resume after their last round. No round is begun that would probably end af
 
 Curves are written to --out after every round, one line per run as in `barter.recipes.stored`, and
 the row's name is "SUITE: VARIANT". Lines of other runs in that file stay, and a shorter curve never
-replaces a longer one. DIR holds the npz files that the suite names.
+replaces a longer one. DIR holds the npz files that the suite names. With --copies, the copy test of
+`barter attack` follows the last round of a run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from barter.attacks.copies import NEAREST_BY_FEATURES, NEAREST_BY_PIXELS, measure_copies
+from barter.attacks.result import Result
 from barter.compare.specification import ComparisonSpec, parse_seeds
 from barter.core.errors import BarterError, ConfigError
 from barter.experiment import Experiment
@@ -75,12 +78,11 @@ def queue(
     Raises:
         ConfigError: There is no such variant.
     """
-    tree = read_toml(suite)
-    source = str(tree.get("data", {}).get("source", ""))
-    if source.startswith("npz:"):
-        settings = [f"data.source=npz:{data / Path(source.removeprefix('npz:')).name}", *settings]
-    spec = ComparisonSpec.of(tree, "", seeds, list(settings), [], {})
-    configurations = spec.configurations()
+    spec = ComparisonSpec.of(read_toml(suite), "", seeds, list(settings), [], {})
+    configurations = {
+        name: replace(config, data=replace(config.data, source=find_source(config, data)))
+        for name, config in spec.configurations().items()
+    }
     found = []
     for wanted in rows or list(configurations):
         name, _, rounds = wanted.rpartition("@") if "@" in wanted else (wanted, "", "")
@@ -95,6 +97,12 @@ def queue(
             folder = None if runs is None else runs / slug / f"seed-{seed}"
             found.append(QueuedRun(row, replace(config, seed=seed), folder))
     return found
+
+
+def find_source(config: Config, data: Path) -> str:
+    """Return the source of a configuration's images; a file is looked for in the folder `data`."""
+    kind, _, path = config.data.source.partition(":")
+    return f"npz:{data / path}" if kind == "npz" else config.data.source
 
 
 @contextmanager
@@ -115,8 +123,15 @@ def store(out: Path, run: StoredRun) -> None:
             write_stored_runs(out, stored.values())
 
 
-def work(run: QueuedRun, out: Path, deadline: float) -> None:
-    """Run rounds until all are done or the next would end after the deadline (Unix time)."""
+def work(run: QueuedRun, out: Path, deadline: float, copies: bool = False) -> None:
+    """Run rounds until all are done or the next would end after the deadline (Unix time).
+
+    Args:
+        run: The run.
+        out: The file of stored runs.
+        deadline: The deadline.
+        copies: Whether to run the copy test after the last round.
+    """
     begun = run.done > 0
     experiment = Experiment.from_config(run.config, run.folder, resume=begun)
     records = read_records(run.folder) if run.folder is not None and begun else []
@@ -135,6 +150,20 @@ def work(run: QueuedRun, out: Path, deadline: float) -> None:
         # The first round of a process compiles, so the next one is shorter than that.
         if began + MARGIN * took > deadline and record.round < run.config.rounds:
             return
+    if copies:
+        stored = store_run(run.row, run.config, records)
+        rates = copy_columns(measure_copies(experiment), len(records))
+        store(out, replace(stored, curve={**stored.curve, **rates}))
+
+
+def copy_columns(results: Sequence[Result], n_rounds: int) -> dict[str, list[float | None]]:
+    """Return the rates of copies as columns of a curve, which are empty before the last round."""
+    names = {NEAREST_BY_PIXELS: "copies", NEAREST_BY_FEATURES: "copies-features"}
+    return {
+        names[result.attack]: [*[None] * (n_rounds - 1), round(result.values["copies"], 4)]
+        for result in results
+        if "copies" in result.values
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,6 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs/paper-tables"))
     parser.add_argument(
         "--ephemeral", action="store_true", help="write no checkpoints: faster, but not resumable"
+    )
+    parser.add_argument(
+        "--copies", action="store_true", help="run the copy test after the last round of a run"
     )
     parser.add_argument("--list", action="store_true", help="print the queue and run nothing")
     args = parser.parse_args(arguments)
@@ -182,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.time() + args.least > deadline:
             sys.stdout.write(f"out of time; left from here: {state}\n")
             break
-        process = spawn.Process(target=work, args=(run, args.out, deadline))
+        process = spawn.Process(target=work, args=(run, args.out, deadline, args.copies))
         process.start()
         process.join()
         if process.exitcode:

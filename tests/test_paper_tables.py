@@ -71,6 +71,23 @@ def test_a_run_stops_in_time_and_goes_on(suite: Path, tmp_path: Path) -> None:
                               "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0  # fmt: skip
 
 
+def test_the_copy_test_follows_the_last_round(suite: Path, tmp_path: Path) -> None:
+    variant = '"exchange" = ["algorithm.name=dffke", "algorithm.share=0.5"]\n'
+    suite.write_text(SUITE + variant)
+    out = tmp_path / "results.jsonl"
+    arguments = ["--suite", str(suite), "--rows", "exchange@2", "alone@1", "--seeds", "0",
+                 "--ephemeral", "--copies", "--out", str(out)]  # fmt: skip
+    assert paper_tables.main(arguments) == 0
+    exchange, alone = read_stored_runs(out)
+    for metric in ("copies", "copies-features"):
+        first, last = exchange.curve[metric]
+        assert first is None
+        # Decoded from single embeddings of half of the images; chance is 0.5.
+        assert last is not None
+        assert 0.5 < last <= 1
+    assert "copies" not in alone.curve, "local training makes no images"
+
+
 def test_a_longer_curve_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     long = StoredRun("a", 0, {"round": [1, 2], "global": [0.1, 0.2]})
