@@ -132,7 +132,7 @@ def test_bf16_is_the_default_and_weights_stay_fp32(name: str) -> None:
     assert experiment.precision == "bf16"
     default, full = finished(experiment), finished(on_cuda(name, precision="fp32"))
     # What a party keeps as it was sent, images and decoders, may be half.
-    sent = (".buffer[", ".knowledge[")
+    sent = (".buffer[", ".knowledge.decoder.")
     kept = {
         v.dtype
         for at, v in default.items()
