@@ -14,7 +14,7 @@ import torch
 from barter import Experiment
 from barter.attacks import attack as attacking
 from barter.attacks import inversion as inverting
-from barter.attacks.attack import run_attacks
+from barter.attacks.attack import replay_first_round, run_attacks
 from barter.attacks.extraction import extract_model, find_predictions
 from barter.attacks.labels import estimate_prior
 from barter.attacks.labels import label_attacks as read_labels
@@ -30,6 +30,7 @@ from barter.core.images import Images
 from barter.core.nodes import Silence
 from barter.data.task import Data
 from barter.privacy import Privacy
+from barter.setup.trust import read_run
 from tests.conftest import tiny
 
 MEANS = {"learn.embeddings": "means clip=4 noise=1"}
@@ -338,6 +339,40 @@ def test_who_sends_predictions_alone_is_attacked_by_a_network_learnt_from_them(
         "RMIA with 2 shadow runs, network learnt from predictions",
     }
     assert "network learnt from predictions" in by_name(results, "labels")
+
+
+def test_what_clients_upload_only_once_is_attacked(tmp_path: Path) -> None:
+    folder = made(tmp_path / "dense", "dense")
+    experiment = Experiment.restore(folder, unlimited=True)
+    teachers = experiment.server.teachers
+    assert collect_uploads(experiment).keys() == set(), "nothing is uploaded after the first round"
+    with limit_threads(1):
+        told = collect_uploads(experiment, replay_first_round(read_run(folder)))
+    assert told.keys() == teachers.keys() == {0, 1}
+    for k, teacher in teachers.items():
+        network = told[k].network
+        assert network is not None
+        assert all(v.equal(network.state_dict()[at]) for at, v in teacher["weights"].items())
+    results = run_attacks(folder, 2, Silence())[0]
+    assert by_name(results, "membership").keys() == {
+        "loss threshold, weights",
+        "RMIA with 2 shadow runs, weights",
+    }
+    assert by_name(results, "labels")["learn.counts"]["distance"] == 0
+
+
+def test_counts_with_noise_are_read_as_classes(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", "moments", {"describe": "gaussian clip=1 noise=200"})
+    told = collect_uploads(
+        Experiment.restore(folder, unlimited=True), replay_first_round(read_run(folder))
+    )
+    noisy = [upload.answers["describe"]["counts"] for upload in told.values()]
+    assert any(bool((counts < 0).any()) for counts in noisy)
+    labels = by_name(run_attacks(folder, 0, Silence())[0], "labels")
+    assert labels["describe.counts"]["distance"] > 0
+    exact = made(tmp_path / "exact", "moments")
+    labels = by_name(run_attacks(exact, 0, Silence())[0], "labels")
+    assert labels["describe.counts"]["distance"] < 1e-6
 
 
 def test_images_that_are_given_away_are_held_beside_private_ones(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from barter import DFFKE, ClassMoments
+from barter import ALGORITHMS, DFFKE, ClassMoments
+from barter.attacks.overheard import RecordingWire, record_wire
 from barter.core.errors import ConfigError
+from barter.core.wire import Direction
 from barter.privacy import Privacy
 from barter.privacy.account import calibrate_noise
 from barter.privacy.mechanisms import Gaussian, ReleaseContext
@@ -104,3 +107,25 @@ def test_a_run_spends_its_budget_once_and_goes_on() -> None:
     assert [row.releases for row in described] == [1, 1, 1]
     assert all(row.epsilon == pytest.approx(8, rel=1e-3) for row in described)
     assert statement.why == ()
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ALGORITHMS.items() if kind.once])
+def test_what_is_said_to_be_asked_once_is_asked_of_each_client_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: Counter[tuple[int, str]] = Counter()
+    deliver = RecordingWire.deliver
+
+    def count(
+        self: RecordingWire, received: Any, method: str, client: int, direction: Direction
+    ) -> Any:
+        if direction == "up":
+            heard[client, method] += 1
+        return deliver(self, received, method, client, direction)
+
+    monkeypatch.setattr(RecordingWire, "deliver", count)
+    experiment = perceptrons(tiny(name))
+    record_wire(experiment)
+    list(experiment.rounds(3))
+    for method in type(experiment.algorithm).once:
+        assert {n for (_, asked), n in heard.items() if asked == method} == {1}

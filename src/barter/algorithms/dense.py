@@ -135,6 +135,7 @@ class DENSE(Algorithm[Archive]):
     aggregates = ("logits",)
     retired = {"weighting": "clients"}
     crosses = {"learn": Crossing(up="the client's weights, the number of images of each class")}
+    once = frozenset({"learn"})
     presets = {
         "paper": {
             "epochs": 400,

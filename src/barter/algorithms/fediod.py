@@ -212,6 +212,7 @@ class FedIOD(Algorithm[Curator, DiscriminatorClient]):
             up="gradients by images",
         ),
     }
+    once = frozenset({"learn"})
     presets = {"paper": {"epochs": 500, "batch_size": 256, "lr": 0.0025, "generator_lr": 1e-4}}
 
     # the server's network: a name of the zoo, or package.module:function; none: the first client's

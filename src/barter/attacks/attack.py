@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
@@ -11,15 +12,17 @@ from barter.attacks.copies import measure_copies
 from barter.attacks.inversion import inversion_attacks
 from barter.attacks.labels import label_attacks
 from barter.attacks.membership import membership_attacks
-from barter.attacks.overheard import collect_uploads, split_test
+from barter.attacks.overheard import RecordingWire, collect_uploads, record_wire, split_test
 from barter.attacks.result import Result, result_tables, results_to_json
 from barter.compute.threads import limit_threads
 from barter.core.errors import ConfigError
 from barter.core.nodes import Monitor
 from barter.experiment import Experiment
 from barter.runs.picture import draw_sheet
+from barter.setup.config import Config
+from barter.setup.trust import read_run
 
-__all__ = ["attack_tables", "run_attacks"]
+__all__ = ["attack_tables", "replay_first_round", "run_attacks"]
 
 DATA = "attack.json"
 SHEET = "attack.png"
@@ -44,7 +47,9 @@ def attack_tables(run: Path, shadows: int, monitor: Monitor) -> Iterator[Table |
 def run_attacks(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], list[Path]]:
     """Run one more round, protected as before, and attack what clients upload.
 
-    The round is not added to the run, and a privacy budget does not limit it.
+    The round is not added to the run, and a privacy budget does not limit it. If the method asks
+    each client only once in a run for some answers (`Algorithm.once`), the first round is played
+    again, and its answers are attacked too.
 
     Args:
         run: The folder of the run, where results are saved.
@@ -68,8 +73,12 @@ def run_attacks(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result]
     name = type(experiment.algorithm).__name__
     before = experiment.round
     with limit_threads(experiment.config.threads):
+        earlier = None
+        if experiment.algorithm.once:
+            with monitor.phase("round 1 again, overheard", 1):
+                earlier = replay_first_round(replace(experiment.config, start=read_run(run).start))
         with monitor.phase(f"round {before + 1}, overheard", 1):
-            uploads = collect_uploads(experiment)
+            uploads = collect_uploads(experiment, earlier)
         experiment.engine.watched = monitor
         public, others = split_test(experiment)
         results, rows = inversion_attacks(experiment, uploads, public)
@@ -96,3 +105,11 @@ def run_attacks(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result]
         draw_sheet(rows, title, run / SHEET, made="reconstructed", only_made="from the class")
         paths.append(run / SHEET)
     return results, paths
+
+
+def replay_first_round(config: Config) -> RecordingWire:
+    """Play the first round of a configuration again and return a record of it; write nothing."""
+    experiment = Experiment.from_config(config)
+    wire = record_wire(experiment)
+    experiment.step()
+    return wire

@@ -138,14 +138,16 @@ def _class_counts(value: Payload, key: str, classes: int) -> Tensor | None:
     """Return a value as class counts; None if it cannot be read as such.
 
     An integer vector under the key "classes" is a list of classes. Otherwise, a vector of one
-    non-negative number per class, not all 0, is taken for the counts.
+    non-negative number per class, not all 0, is taken for the counts. Under the key "counts", the
+    number may be negative because of noise, and then counts as 0.
     """
     if not isinstance(value, Tensor):
         return None
     if key == "classes" and value.ndim == 1 and not value.is_floating_point():
         return torch.bincount(value, minlength=classes)
-    if value.shape == (classes,) and bool((value >= 0).all()) and float(value.sum()) > 0:
-        return value
+    counts = torch.clamp(value, min=0) if key == "counts" else value
+    if counts.shape == (classes,) and bool((counts >= 0).all()) and float(counts.sum()) > 0:
+        return counts
     return None
 
 

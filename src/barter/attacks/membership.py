@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from barter.attacks.measures import auc_with_error, true_positive_rate
-from barter.attacks.overheard import Upload, clients_of, collect_uploads
+from barter.attacks.overheard import Upload, clients_of, collect_uploads, record_wire
 from barter.attacks.result import Result
 from barter.core import seeds
 from barter.core.evaluation import predict
@@ -218,7 +218,7 @@ def _shadow(
     count: int,
     monitor: Monitor,
 ) -> dict[int, Upload]:
-    """Run shadow run `i` and return what each client uploads in its last round.
+    """Run shadow run `i` and return what each client uploads in its last round, or once in the run.
 
     Args:
         config: The configuration of the attacked run.
@@ -238,11 +238,12 @@ def _shadow(
                 images.pixels[chosen], images.labels[chosen], images.spec, images.augment
             )
     experiment.engine.seed = seeds.stream_seed(config.seed, "shadow", i)
+    wire = record_wire(experiment)
     with monitor.phase(f"shadow run {i + 1} of {count}", rounds + 1):
         for _ in range(rounds):
             experiment.step()
             monitor.advance(1)
-        uploads = collect_uploads(experiment)
+        uploads = collect_uploads(experiment, wire)
         monitor.advance(1)
     return uploads
 

@@ -6,7 +6,7 @@ Only the experimenter has the ground truth.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,15 @@ from barter.models.generators import resize_images
 from barter.privacy.guard import Guard
 from barter.privacy.parts import take_part
 
-__all__ = ["RecordingWire", "Upload", "clients_of", "collect_uploads", "guard_of", "split_test"]
+__all__ = [
+    "RecordingWire",
+    "Upload",
+    "clients_of",
+    "collect_uploads",
+    "guard_of",
+    "record_wire",
+    "split_test",
+]
 
 
 MIN_TEST_IMAGES = 20  # minimum number of test images
@@ -48,6 +56,14 @@ class RecordingWire(Wire):
             record = self.answers if direction == "up" else self.sent
             record.setdefault(client, {})[method] = isolate(received)
         return received
+
+    def add(self, other: RecordingWire, methods: Collection[str]) -> None:
+        """Add what another wire has recorded of some methods; its records replace this wire's."""
+        for own, others in ((self.answers, other.answers), (self.sent, other.sent)):
+            for client, record in others.items():
+                chosen = {method: record[method] for method in methods if method in record}
+                if chosen:
+                    own[client] = {**own.get(client, {}), **chosen}
 
 
 @dataclass(frozen=True)
@@ -88,15 +104,30 @@ def guard_of(experiment: Experiment) -> Guard:
     return experiment.engine.guard
 
 
-def collect_uploads(experiment: Experiment) -> dict[int, Upload]:
+def record_wire(experiment: Experiment) -> RecordingWire:
+    """Replace an experiment's wire by one that records from now on; return the new wire."""
+    wire = RecordingWire(experiment.algorithm.may_be_infinite, experiment.engine.wire.codec)
+    experiment.engine.wire = wire
+    return wire
+
+
+def collect_uploads(
+    experiment: Experiment, earlier: RecordingWire | None = None
+) -> dict[int, Upload]:
     """Run one more round and return what each client uploaded in it.
 
     The experiment is then one round further, and its wire is replaced by one that records. Clients
     that uploaded nothing are left out.
+
+    Args:
+        experiment: The experiment.
+        earlier: A record of earlier rounds, from which answers to methods that a client is asked
+            only once in a run are taken (`Algorithm.once`); None if there are no such methods.
     """
-    wire = RecordingWire(experiment.algorithm.may_be_infinite, experiment.engine.wire.codec)
-    experiment.engine.wire = wire
+    wire = record_wire(experiment)
     experiment.step()
+    if earlier is not None:
+        wire.add(earlier, experiment.algorithm.once)
     clients = clients_of(experiment)
     return {
         k: _interpret_upload(experiment, clients[k], answers, wire.sent.get(k, {}))
