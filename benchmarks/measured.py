@@ -103,6 +103,7 @@ def overview() -> Table:
     averaging = RESULTS / "averaging.jsonl"
     fashion = RESULTS / "baselines-fashion-10k.jsonl"
     paper = RESULTS / "dffke-cifar-paper-augmented.jsonl"
+    levels = RESULTS / "paper-levels.jsonl"
 
     def averages(alpha: str) -> str:
         row = f"averaging: fedavg, partition.alpha={alpha}"
@@ -116,6 +117,10 @@ def overview() -> Table:
         name = f"dffke-cifar100-statistics-alpha-{alpha}"
         return accuracy(RECIPES / f"{name}.jsonl", name, "global", 14)
 
+    def moments(alpha: str) -> str:
+        row = f"paper-levels: moments, epsilon 8, partition.alpha={alpha}"
+        return f"{accuracy(levels, row, 'global', 5)} after 5"
+
     def published(alpha: str) -> str:
         row = f"dffke-cifar-paper-augmented: CIFAR-100, alpha {alpha}, preset paper"
         return f"{accuracy(paper, row, 'global', 4)} after 4"
@@ -128,7 +133,9 @@ def overview() -> Table:
 
     central = accuracy(averaging, "averaging: central, partition.alpha=1.0", "global", 50)
     dffke = "averaging: dffke, partition.alpha=0.1"
-    private = group_by_row(read_stored_runs(fashion))["baselines-fashion-10k: moments, epsilon 8"]
+    private = group_by_row(read_stored_runs(levels))[
+        "paper-levels: moments, epsilon 8, partition.alpha=1.0"
+    ]
     once = (
         fmean(run.total("bytes") or 0.0 for run in private) / private[0].settings["clients"] / 1e6
     )
@@ -176,9 +183,9 @@ def overview() -> Table:
         [
             "[class moments](docs/methods/moments.md), ε = 8",
             "any",
-            "",
-            "",
-            f"{once:.1f} once (Fashion-MNIST)",
+            moments("1.0"),
+            moments("0.1"),
+            f"{once:.1f} once",
             accuracy(fashion, "baselines-fashion-10k: moments, epsilon 8", "global", 5),
             "noisy sums of fixed features to the server, Gaussians and a decoder made of them to "
             "every client: **a guarantee for every training image**, for the whole run",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,11 @@ from barter.core.errors import ClientError, ConfigError
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.payload import isolate
+from barter.data.task import Data
 from barter.ops.moments import add_moments, sum_moments, whiten_features
 from barter.privacy import Privacy
+from barter.trained.export import export_model
+from barter.trained.model import load, load_all
 from tests.conftest import federation, perceptrons, small_federation, tiny
 
 
@@ -136,6 +140,40 @@ def test_the_server_is_judged_by_the_discriminant() -> None:
     predicted = model(test.batch(torch.arange(len(test)))).argmax(1)
     right = float((predicted == test.labels).float().mean())
     assert record.server["global"] == pytest.approx(right)
+
+
+@pytest.mark.parametrize("size", [None, 40])
+def test_the_discriminant_is_loaded_and_exported_as_the_servers_model(
+    size: int | None, tmp_path: Path
+) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    data = Data(source="digits", size=size)
+    experiment = perceptrons(tiny("moments"), data=data, out=tmp_path / "run")
+    record = experiment.step()
+    test = experiment.test
+    assert test is not None
+    trained = load(tmp_path / "run")
+    assert (trained.owner, trained.architecture) == ("server", "discriminant of filters")
+    assert trained.spec.height == (size or 8)
+    assert (trained.spec.mean, trained.spec.std) == ((0.5,), (0.25,)), "not those of private pixels"
+    logits = trained(test.pixels)
+    right = float((logits.argmax(1) == test.labels).float().mean())
+    assert record.server["global"] == pytest.approx(right)
+    assert [model.owner for model in load_all(tmp_path / "run")][-1] == "server"
+
+    export_model(trained, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    inputs = trained.prepare(test.pixels[:20])
+    (exported,) = session.run(None, {"images": inputs.numpy()})
+    assert torch.allclose(torch.from_numpy(exported), logits[:20], rtol=1e-3, atol=1e-2)
+
+
+def test_a_server_that_knows_no_class_has_no_classifier(tmp_path: Path) -> None:
+    noise = Privacy(parts={"describe": "gaussian clip=1 noise=100000"})
+    perceptrons(tiny("moments"), privacy=noise, out=tmp_path / "run").step()
+    with pytest.raises(ConfigError, match="server has no model of its own: name a client"):
+        load(tmp_path / "run")
+    assert {model.owner for model in load_all(tmp_path / "run")} >= {"client 0"}
 
 
 def test_other_features_than_the_servers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

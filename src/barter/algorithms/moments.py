@@ -28,7 +28,7 @@ Differences from the methods that it follows:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, NotRequired, TypedDict
@@ -40,7 +40,7 @@ from torch import Tensor
 from barter.algorithms.dffke import augment_and_resize, review_loss
 from barter.compute import lanes
 from barter.core import seeds
-from barter.core.algorithm import Algorithm, Crossing
+from barter.core.algorithm import Algorithm, Crossing, ServerClassifier
 from barter.core.clients import Clients
 from barter.core.contracts import Content
 from barter.core.errors import ConfigError
@@ -56,7 +56,7 @@ from barter.core.params import (
     Whole,
     did_you_mean,
 )
-from barter.core.payload import State
+from barter.core.payload import Payload, State
 from barter.core.record import Round
 from barter.models.generators import PixelDecoder, decoder_side, resize_images
 from barter.models.zoo import ZOO, build_network
@@ -122,33 +122,47 @@ class MomentsClient(Client):
 class Discriminant(Classifier):
     """The classifier that follows from the Gaussians, on whitened fixed features."""
 
+    center: Tensor
+    projection: Tensor
+    weights: Tensor
+    bias: Tensor
+    known: Tensor
+
     def __init__(
         self, extractor: Classifier, whitening: Whitening, gaussians: SharedGaussian, spec: Spec
     ) -> None:
         super().__init__()
         self.extractor = extractor
-        self.whitening = whitening
-        self.gaussians = gaussians
         self.spec = spec
         self.feature_dim = len(gaussians["factor"])
+        self.register_buffer("center", whitening["center"])
+        self.register_buffer("projection", whitening["projection"])
+        self.register_buffer("weights", gaussians["weights"])
+        self.register_buffer("bias", gaussians["bias"])
+        self.register_buffer("known", gaussians["known"])
 
     def features(self, x: Tensor) -> Tensor:
         inputs = change_format(x, self.spec, public_format(self.spec))
-        return whiten_features(self.extractor.features(inputs), self.whitening)
+        whitening: Whitening = {"center": self.center, "projection": self.projection}
+        return whiten_features(self.extractor.features(inputs), whitening)
 
     def logits(self, features: Tensor) -> Tensor:
-        return discriminant_logits(self.gaussians, features)
+        return linear_logits(features, self.weights, self.bias, self.known)
 
 
 def discriminant_logits(gaussians: SharedGaussian, x: Tensor) -> Tensor:
-    """Return the discriminant's logits of components (images, classes).
+    """Return the discriminant's logits of components (images, classes)."""
+    return linear_logits(x, gaussians["weights"], gaussians["bias"], gaussians["known"])
+
+
+def linear_logits(x: Tensor, weights: Tensor, bias: Tensor, known: Tensor) -> Tensor:
+    """Return the logits of components (images, classes).
 
     Those of classes that are not known are far below all others: by `UNKNOWN`, from the lowest.
     """
-    logits = F.linear(x, gaussians["weights"], gaussians["bias"])
-    unknown = ~gaussians["known"]
-    lowest = logits.masked_fill(unknown, torch.inf).amin(1, keepdim=True)
-    return torch.where(unknown, lowest - UNKNOWN, logits)
+    logits = F.linear(x, weights, bias)
+    lowest = logits.masked_fill(~known, torch.inf).amin(1, keepdim=True)
+    return torch.where(known, logits, lowest - UNKNOWN)
 
 
 def decoding_loss(
@@ -257,11 +271,14 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         spec = public_format(party.data.spec if isinstance(party, Client) else party.spec)
 
         def make() -> Classifier:
-            with seeds.scope(0, "extractor"):
-                return build_network(self.extractor, spec).to(party.device)
+            return self.make_extractor(spec).to(party.device)
 
-        network = lanes.lane_module(("extractor", self.extractor, spec), make)
-        return network.eval().requires_grad_(False)
+        return lanes.lane_module(("extractor", self.extractor, spec), make).eval()
+
+    def make_extractor(self, spec: Spec) -> Classifier:
+        """Build the network of the fixed features for images of a public format, on the CPU."""
+        with seeds.scope(0, "extractor"):
+            return build_network(self.extractor, spec).eval().requires_grad_(False)
 
     def make_reference(self, server: MomentsServer) -> Reference:
         """Return the whitening, and the components of some crops of photographs."""
@@ -419,6 +436,18 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         gaussians = server.knowledge["gaussians"]
         model = Discriminant(extractor, whitening_of(server), gaussians, test.spec)
         return score(model, test, "global", server.evaluation)
+
+    def server_classifier(
+        self, memory: Mapping[str, Payload], spec: Spec
+    ) -> ServerClassifier | None:
+        # Its inputs have the public format, so that statistics of private pixels stay private.
+        public = public_format(spec)
+        gaussians = memory["knowledge"].get("gaussians")
+        if gaussians is None:
+            return None
+        extractor = self.make_extractor(public)
+        network = Discriminant(extractor, memory["whitening"], gaussians, public)
+        return ServerClassifier(f"discriminant of {self.extractor}", network.eval(), public)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         known = [record.server["classes"] for record in rounds if "classes" in record.server]

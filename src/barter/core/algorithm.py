@@ -20,7 +20,7 @@ from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import build_dataclass, check_fields, did_you_mean
-from barter.core.payload import State
+from barter.core.payload import Payload, State
 from barter.core.record import Primary, Round
 from barter.core.robust import Aggregate
 
@@ -98,6 +98,15 @@ FORMER = {
     "replicas": 'server_model = ServerModel("copies")',
     "server_network": 'a property server_model that returns ServerModel("own", network)',
 }
+
+
+@dataclass(frozen=True)
+class ServerClassifier:
+    """A classifier of a server that has no model, see `Algorithm.server_classifier`."""
+
+    architecture: str  # what users read about it
+    network: Classifier
+    spec: Spec  # format of its inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +314,20 @@ class Algorithm(Generic[S, C]):
         if server.model_or_none is None:
             return {}
         return score(server.model, test, "global", server.evaluation)
+
+    def server_classifier(
+        self, memory: Mapping[str, Payload], spec: Spec
+    ) -> ServerClassifier | None:
+        """Return the classifier that a server's memory describes, if it is not its model.
+
+        It is loaded, evaluated and exported as a server's model is. None, the default, if there is
+        no such classifier.
+
+        Args:
+            memory: The server's part of a checkpoint.
+            spec: Format of the task's images.
+        """
+        return None
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         """Return warnings about a run that its accuracies do not show.

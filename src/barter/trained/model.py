@@ -125,10 +125,11 @@ def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
     """
     checkpoint = read_finished_round(run, round)
     _, state = checkpoint
-    owners: list[int | None] = sorted(state["clients"])
+    models = [_restore(run, checkpoint, client, None) for client in sorted(state["clients"])]
     if "model" in state["server"]:
-        owners.append(None)
-    return [_restore(run, checkpoint, owner, None) for owner in owners]
+        return [*models, _restore(run, checkpoint, None, None)]
+    classifier = _restore_server_classifier(run, checkpoint)
+    return models if classifier is None else [*models, classifier]
 
 
 def _restore(
@@ -148,17 +149,16 @@ def _restore(
     """
     config = read_run(run)
     round, state = checkpoint
-    if "networks" not in state:
-        raise CheckpointError(
-            f"{run} was written by an older version, which did not record its networks"
-        )
-    names, spec, classes = _described(run, state["networks"])
+    names, spec, classes = _described(run, state)
     clients = state["clients"]
     if client is None and "model" not in state["server"]:
-        raise ConfigError(
-            f"{run}: {type(config.algorithm).__name__}'s server has no model of its own: name a "
-            "client"
-        )
+        classifier = _restore_server_classifier(run, checkpoint)
+        if classifier is None:
+            raise ConfigError(
+                f"{run}: {type(config.algorithm).__name__}'s server has no model of its own: name "
+                "a client"
+            )
+        return classifier
     if client is not None and client not in names:
         raise ConfigError(f"client {client}: {run} has clients 0 to {max(names)}")
     if client is not None and client not in clients:
@@ -202,12 +202,36 @@ def _restore(
     return TrainedModel(network.eval(), spec, classes, architecture, owner, round)
 
 
-def _described(run: Path, networks: Payload) -> tuple[dict[int, str], Spec, tuple[str, ...]]:
+def _restore_server_classifier(run: Path, checkpoint: tuple[int, Payload]) -> TrainedModel | None:
+    """Restore the classifier of a server without a model; None if it has none.
+
+    Raises:
+        CheckpointError: The checkpoint does not describe it.
+    """
+    round, state = checkpoint
+    _, spec, classes = _described(run, state)
+    try:
+        found = read_run(run).algorithm.server_classifier(state["server"], spec)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{run} is damaged: its server's classifier: {summarise_error(error)}"
+        ) from error
+    if found is None:
+        return None
+    return TrainedModel(found.network, found.spec, classes, found.architecture, "server", round)
+
+
+def _described(run: Path, state: Payload) -> tuple[dict[int, str], Spec, tuple[str, ...]]:
     """Return a checkpoint's architectures by client, input format and class names.
 
     Raises:
         CheckpointError: It is not what a run writes.
     """
+    if "networks" not in state:
+        raise CheckpointError(
+            f"{run} was written by an older version, which did not record its networks"
+        )
+    networks = state["networks"]
     try:
         names = dict(networks["architectures"])
         spec = Spec.of(networks["spec"])
