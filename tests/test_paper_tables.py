@@ -71,6 +71,33 @@ def test_a_run_stops_in_time_and_goes_on(suite: Path, tmp_path: Path) -> None:
                               "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0  # fmt: skip
 
 
+def test_several_runs_at_a_time_lose_no_curve(suite: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    arguments = ["--suite", str(suite), "--rows", "alone@1", "other@2", "--ephemeral",
+                 "--out", str(out)]  # fmt: skip
+    assert paper_tables.main([*arguments, "--jobs", "3"]) == 0
+    runs = read_stored_runs(out)
+    assert sorted((run.row, run.seed, len(run.rounds)) for run in runs) == [
+        ("small: alone", 0, 1),
+        ("small: alone", 1, 1),
+        ("small: other", 0, 2),
+        ("small: other", 1, 2),
+    ]
+
+
+def test_a_queue_names_what_failed_and_runs_the_rest(
+    suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variant = '"broken" = ["algorithm.name=local", "data.source=npz:absent.npz"]\n'
+    suite.write_text(SUITE + variant)
+    out = tmp_path / "results.jsonl"
+    arguments = ["--suite", str(suite), "--rows", "broken@1", "alone@1", "--seeds", "0",
+                 "--ephemeral", "--out", str(out)]  # fmt: skip
+    assert paper_tables.main(arguments) == 1
+    assert capsys.readouterr().out.endswith("failed: small: broken, seed 0\n")
+    assert [run.row for run in read_stored_runs(out)] == ["small: alone"]
+
+
 def test_the_copy_test_follows_the_last_round(suite: Path, tmp_path: Path) -> None:
     variant = '"exchange" = ["algorithm.name=dffke", "algorithm.share=0.5"]\n'
     suite.write_text(SUITE + variant)
