@@ -141,6 +141,25 @@ def test_gaussians_by_hand() -> None:
     assert not few["weights"][2].any()
 
 
+def test_noise_in_means_does_not_make_small_classes_less_likely() -> None:
+    """Biases are on average what they are without noise, though classes differ in size."""
+    size = 8
+    x = random_rows(1200, size, seed=0)
+    y = torch.tensor([0] * 1000 + [1] * 200)
+    moments = sum_moments(x, y, 2)
+    exact = shared_gaussians(moments, 1200)
+    repeats = 200
+    noisy_biases = torch.stack(
+        [shared_gaussians(noisy(moments, 4.0, seed), 1200)["bias"] for seed in range(repeats)]
+    ).double()
+    standard_error = noisy_biases.std(0) / repeats**0.5
+    # Noise of a deviation of 4 adds (4 UNIT / 200)² to each of eight coordinates, whose variance is
+    # 1/8: without the correction the bias of the small class would be off by this.
+    off = 0.5 * size * (4 * UNIT / 200) ** 2 * size
+    assert off > 10 * float(standard_error[1])
+    assert torch.all((noisy_biases.mean(0) - exact["bias"]).abs() < 4 * standard_error)
+
+
 def noisy(moments: Moments, deviation: float, seed: int) -> Moments:
     generator = torch.Generator().manual_seed(seed)
 

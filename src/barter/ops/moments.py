@@ -149,6 +149,8 @@ def shared_gaussians(moments: Moments, images: int) -> SharedGaussian:
     difference of its two halves measures this noise. Eigenvalues below its largest one are raised
     to that in the discriminant, and not sampled. Classes with hardly more images than the noise in
     counts are left out; without noise, these are classes with fewer than `DESCRIBED_IMAGES` images.
+    The biases of the discriminant have no part of the noise in means, which would otherwise make
+    classes of few images less likely.
 
     Args:
         moments: The moments of all clients together.
@@ -177,7 +179,9 @@ def shared_gaussians(moments: Moments, images: int) -> SharedGaussian:
     sampled = values > floor
     values = torch.maximum(values, floor)
     weights = (means @ vectors / values) @ vectors.T
-    bias = -0.5 * (weights * means).sum(1)
+    # The noise in a mean adds this to its squared length, on average.
+    added = (deviation / sizes.clamp(min=1)).square() * (1 / values).sum()
+    bias = -0.5 * ((weights * means).sum(1) - added * known)
     return {
         "known": known,
         "means": means.float(),
