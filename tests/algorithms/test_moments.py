@@ -119,7 +119,7 @@ def test_clients_that_come_later_renew_what_all_learn_from() -> None:
 
 def test_networks_learn_classes_that_their_clients_lack() -> None:
     algorithm = ClassMoments(
-        components=64, max_epochs=10, decoder_steps=150, samples=600, exchange_epochs=3
+        components=64, max_epochs=10, decoder_steps=150, samples=1200, exchange_epochs=4
     )
     (record,) = federation(algorithm, clients=3).rounds(1)
     assert record.mean("global") > record.mean("before_global") + 0.1

@@ -10,8 +10,9 @@ Decoding and learning follow DFFKE.
 2. The server adds all moments and makes a Gaussian of each class, with a common covariance. It
    trains a decoder whose images have the features that are sampled from the Gaussians.
 3. In its first round, each client first trains on its private images alone.
-4. In every round each client samples features, decodes them to images, and trains on these and on
-   its private images. The Gaussians' discriminant gives the logits to learn for the decoded images.
+4. In every round each client samples features and decodes them to images, half of which it blends
+   with crops of photographs. It trains on these and on its private images. The Gaussians'
+   discriminant gives the logits to learn for each such image, as it is after augmentation.
 
 Networks never leave the clients. After the upload nothing else depends on private images, so that ε
 of one release holds for the whole run.
@@ -31,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,7 @@ from barter.core.params import (
     Fraction,
     NonNegative,
     Positive,
+    Range,
     Whole,
     did_you_mean,
 )
@@ -94,10 +96,14 @@ class Reference(TypedDict):
 
 
 class Knowledge(TypedDict):
-    """Gaussians to sample from and their decoder; empty if there are none, or none are new."""
+    """Gaussians to sample from and their decoder; empty if there are none, or none are new.
+
+    A client that could not upload moments also gets the whitening, which others have already.
+    """
 
     gaussians: NotRequired[Annotated[SharedGaussian, Content("exact")]]
     decoder: NotRequired[State]
+    reference: NotRequired[Reference]
 
 
 class MomentsServer(Server):
@@ -113,8 +119,9 @@ class MomentsServer(Server):
 
 
 class MomentsClient(Client):
-    """A client that remembers the Gaussians and the decoder that it was sent."""
+    """A client that remembers the whitening, the Gaussians and the decoder that it was sent."""
 
+    whitening: dict[str, Tensor] = {}  # a `Whitening`; empty before the first call
     knowledge: Knowledge = {}
     trained: bool = False  # whether it has trained on its private images alone
 
@@ -222,6 +229,11 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
     decoder_steps: Count = 600  # steps of the decoder, whenever new moments have arrived
     decoder_batch: Count = 50  # sampled codes in a step of the decoder
     samples: Count = 3000  # decoded images of a client in a round, sampled anew each time
+    # fraction of them that are blended with crops of photographs
+    blended: Annotated[float, Range(ge=0, le=1)] = 0.5
+    # what the logits to learn are of: the images after augmentation, or the components that were
+    # sampled, which only decoded images have
+    targets: Literal["images", "components"] = "images"
     exchange_epochs: Count = 3  # passes over them
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
     weight_decay: NonNegative = 1e-5  # weight decay of the clients' Adam
@@ -233,6 +245,11 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
             raise ConfigError(
                 f"extractor={self.extractor!r} is neither a network of the zoo nor "
                 f"package.module:function: {did_you_mean(self.extractor, ZOO)}"
+            )
+        if self.targets == "components" and self.blended:
+            raise ConfigError(
+                f"targets='components' with blended={self.blended:g}: blended images do not have "
+                "the components that were sampled; use blended=0, or targets='images'"
             )
 
     def setup(self, server: MomentsServer, clients: Clients) -> None:
@@ -259,12 +276,17 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
             server.moments = {**server.moments, **new}
             server.images = {**server.images, **new.num_examples}
             self.renew_knowledge(server)
-        deliveries = {
-            k: Knowledge() if server.held.get(k) == server.version else server.knowledge
-            for k in participants
-        }
+        deliveries = {k: self.make_delivery(server, k, reference) for k in participants}
         answers = participants.scatter(self.exchange, deliveries)
         server.held |= dict.fromkeys(answers, server.version)
+
+    def make_delivery(self, server: MomentsServer, k: int, reference: Reference) -> Knowledge:
+        """Return the knowledge that a client needs; empty if it has it."""
+        if server.held.get(k) == server.version:
+            return {}
+        if server.knowledge and k not in server.moments:
+            return {**server.knowledge, "reference": reference}
+        return server.knowledge
 
     def build_extractor(self, party: Server | Client) -> Classifier:
         """Return the frozen network of the fixed features; it is the same for every party."""
@@ -298,6 +320,24 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         Raises:
             ConfigError: If the client's extractor computes other features than the server's.
         """
+        self.adopt_whitening(client, reference)
+        data = client.data
+        extractor = self.build_extractor(client)
+
+        def inputs(index: Tensor) -> Tensor:
+            return change_format(data.batch(index), data.spec, public_format(data.spec))
+
+        every = torch.arange(len(data), device=data.device)
+        features = predict(extractor.features, inputs, every)
+        components = whiten_features(features, whitening_of(client))
+        return sum_moments(components, data.labels, data.spec.classes)
+
+    def adopt_whitening(self, client: MomentsClient, reference: Reference) -> None:
+        """Remember the server's whitening, if the client's extractor is the server's.
+
+        Raises:
+            ConfigError: If it computes other features.
+        """
         whitening = reference["whitening"]
         data = client.data
         extractor = self.build_extractor(client)
@@ -310,13 +350,10 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
                 f"extractor={self.extractor!r}: its features here are not the server's; every party "
                 "must have the same code and the same weights"
             )
-
-        def inputs(index: Tensor) -> Tensor:
-            return change_format(data.batch(index), data.spec, public_format(data.spec))
-
-        every = torch.arange(len(data), device=data.device)
-        features = predict(extractor.features, inputs, every)
-        return sum_moments(whiten_features(features, whitening), data.labels, data.spec.classes)
+        client.whitening = {
+            "center": whitening["center"],
+            "projection": whitening["projection"],
+        }
 
     def renew_knowledge(self, server: MomentsServer) -> None:
         """Make Gaussians and decoder of all moments; report the number of classes.
@@ -378,8 +415,13 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
             client: The client, whose model is trained in place.
             knowledge: What images are sampled and decoded from; empty if the client has it.
         """
-        if knowledge:
-            client.knowledge = knowledge
+        if "reference" in knowledge:
+            self.adopt_whitening(client, knowledge["reference"])
+        if "gaussians" in knowledge:
+            client.knowledge = {
+                "gaussians": knowledge["gaussians"],
+                "decoder": knowledge["decoder"],
+            }
         if not client.trained:
             self.train(client)
             record_before_exchange(client, self.local_offset(client))
@@ -401,32 +443,37 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
     def learn_from_images(self, client: MomentsClient) -> None:
         """Train on newly decoded images and on private images."""
         data = client.data
-        images, targets = self.sample_images(client, self.samples)
-        augment = data.augment.rescale(data.side, decoder_side(data.spec))
-        subjects = [
-            Subject(
-                [data.pixels, data.labels],
-                partial(prepare_batch, spec=data.spec, augment=data.augment),
-                partial(review_loss, client.model),
-                (log_class_prior(data),),
-            ),
-            Subject(
-                [images, targets],
-                partial(augment_and_resize, data.spec, augment),
-                partial(imitation_loss, client.model),
-            ),
-        ]
-        course = join_subjects(client.model, subjects, self.batch_size)
-        passes = self.exchange_epochs * epoch_length(len(images), self.batch_size)
-        steps = passes * len(subjects)
-        alternate(client, [course], steps, adam(self.lr, self.weight_decay, cosine=True))
-
-    def sample_images(self, client: MomentsClient, count: int) -> tuple[Tensor, Tensor]:
-        """Return decoded images in the decoder's size, and the discriminant's logits of them."""
         gaussians = client.knowledge["gaussians"]
-        codes = self.sample_codes(gaussians, count)
-        images = decode_codes(client.knowledge["decoder"], client.data.spec, codes)
-        return images, discriminant_logits(gaussians, codes)
+        codes = self.sample_codes(gaussians, self.samples)
+        images = decode_codes(client.knowledge["decoder"], data.spec, codes)
+        augment = data.augment.rescale(data.side, decoder_side(data.spec))
+        show = partial(augment_and_resize, data.spec, augment)
+        private = Subject(
+            [data.pixels, data.labels],
+            partial(prepare_batch, spec=data.spec, augment=data.augment),
+            partial(review_loss, client.model),
+            (log_class_prior(data),),
+        )
+        if self.targets == "components":
+            logits = discriminant_logits(gaussians, codes)
+            decoded = Subject([images, logits], show, partial(imitation_loss, client.model))
+        else:
+            blend_with_photographs(images, round(self.blended * len(images)), data.spec)
+            extractor = self.build_extractor(client)
+            whitening = whitening_of(client)
+            # Tensors of the discriminant are arguments, so that a step can be a CUDA graph.
+            constants = (
+                whitening["center"],
+                whitening["projection"],
+                gaussians["weights"],
+                gaussians["bias"],
+                gaussians["known"],
+            )
+            loss = partial(guided_loss, client.model, extractor, data.spec)
+            decoded = Subject([images], show, loss, constants, by_inputs=True)
+        course = join_subjects(client.model, [private, decoded], self.batch_size)
+        passes = self.exchange_epochs * epoch_length(len(images), self.batch_size)
+        alternate(client, [course], 2 * passes, adam(self.lr, self.weight_decay, cosine=True))
 
     def evaluate_server(self, server: MomentsServer, test: Images) -> dict[str, float]:
         """Return the metrics of the discriminant on a test set; empty before it is known."""
@@ -492,11 +539,11 @@ def photographs(spec: Spec, index: Tensor) -> Tensor:
     return resize_images(photograph_images(public, index, CROPS, seed=0), public)
 
 
-def whitening_of(server: MomentsServer) -> Whitening:
-    """Return the server's whitening, which `setup` has computed."""
+def whitening_of(party: MomentsServer | MomentsClient) -> Whitening:
+    """Return the whitening that `setup` has computed, and that clients have been sent."""
     return {
-        "center": server.whitening["center"],
-        "projection": server.whitening["projection"],
+        "center": party.whitening["center"],
+        "projection": party.whitening["projection"],
     }
 
 
@@ -520,6 +567,63 @@ def decode_codes(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
     index = torch.arange(len(codes), device=codes.device)
     images = predict(partial(render_codes, network), lambda part: codes[part], index)
     return change_format(images, public, spec)
+
+
+def blend_with_photographs(images: Tensor, count: int, spec: Spec) -> None:
+    """Blend the first images with crops of photographs, in place.
+
+    Each of them becomes a weighted mean of itself and of a crop, with a random weight from 0 to 1.
+    Crops are drawn anew in each call.
+
+    Args:
+        images: Images in the decoder's size, normalised as the task's images are.
+        count: How many of them are blended.
+        spec: Format of the task's images.
+    """
+    if not count:
+        return
+    public = public_format(spec)
+    seed = int(torch.randint(2**31, ()))
+    index = torch.arange(count, device=images.device)
+    crops = change_format(photograph_images(public, index, count, seed), public, spec)
+    # Decoded images have a side that is a multiple of 4.
+    crops = F.interpolate(crops, images.shape[-2:], mode="bilinear").to(images)
+    weights = torch.rand(count, 1, 1, 1, device=images.device)
+    images[:count] = torch.lerp(crops, images[:count], weights)
+
+
+def guided_loss(
+    model: Classifier,
+    extractor: Classifier,
+    spec: Spec,
+    x: Tensor,
+    features: Tensor,
+    center: Tensor,
+    projection: Tensor,
+    weights: Tensor,
+    bias: Tensor,
+    known: Tensor,
+) -> Tensor:
+    """Return KL(discriminant ‖ student) of logits of the same images.
+
+    Args:
+        model: The student, of which only the head is used.
+        extractor: The network of the fixed features.
+        spec: Format of the task's images.
+        x: The student's input: normalised images (N, C, H, W).
+        features: The student's features of these images.
+        center: The center of the fixed features' whitening.
+        projection: Its projection.
+        weights: The weights of the discriminant.
+        bias: Its bias.
+        known: Which classes it knows.
+    """
+    whitening: Whitening = {"center": center, "projection": projection}
+    with torch.no_grad():
+        inputs = change_format(x, spec, public_format(spec))
+        components = whiten_features(extractor.features(inputs).float(), whitening)
+        target = linear_logits(components, weights, bias, known)
+    return kl(target, model.logits(features))
 
 
 def imitation_loss(model: Classifier, features: Tensor, target: Tensor) -> Tensor:

@@ -358,6 +358,7 @@ class Subject:
     show: Callable[[Tensor], Tensor]  # makes inputs of the network from the data
     loss: Callable[..., Tensor]  # the loss: (features, *targets, *extras) -> value
     extras: tuple[Tensor, ...] = ()  # further arguments of the loss, the same in every step
+    by_inputs: bool = False  # whether the loss is called with the inputs, too, before the features
 
     def batches(self, size: int) -> Iterator[SubjectBatch]:
         """Yield shuffled batches of `rows` without end, of the sizes of `index_batches`.
@@ -383,29 +384,31 @@ def join_subjects(model: Classifier, subjects: Sequence[Subject], size: int) -> 
         size: Size of the whole batch.
     """
     sources = [subject.batches(size // len(subjects)) for subject in subjects]
-    ways = tuple((subject.show, subject.loss) for subject in subjects)
+    ways = tuple((subject.show, subject.loss, subject.by_inputs) for subject in subjects)
     loss = partial(joint_loss, model, ways)
     return loss, ((parts,) for parts in zip(*sources, strict=True))
 
 
 def joint_loss(
     model: Classifier,
-    ways: Sequence[tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]],
+    ways: Sequence[tuple[Callable[[Tensor], Tensor], Callable[..., Tensor], bool]],
     parts: Sequence[SubjectBatch],
 ) -> Tensor:
     """Return the sum of several subjects' losses; features need one forward pass.
 
     Args:
         model: The model.
-        ways: Each subject's `show` and `loss`.
+        ways: Each subject's `show`, `loss` and `by_inputs`.
         parts: Each subject's part of the batch.
     """
-    inputs = [show(part.data) for (show, _), part in zip(ways, parts, strict=True)]
+    inputs = [show(part.data) for (show, _, _), part in zip(ways, parts, strict=True)]
     features = torch.split(model.features(torch.cat(inputs)), [len(x) for x in inputs])
-    losses = [
-        loss(own_features, *part.targets)
-        for (_, loss), own_features, part in zip(ways, features, parts, strict=True)
-    ]
+    losses = []
+    for (_, loss, by_inputs), x, own_features, part in zip(
+        ways, inputs, features, parts, strict=True
+    ):
+        known = (x, own_features) if by_inputs else (own_features,)
+        losses.append(loss(*known, *part.targets))
     return torch.stack(losses).sum()
 
 
