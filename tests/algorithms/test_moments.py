@@ -14,16 +14,21 @@ from torch import Tensor, nn
 from barter.algorithms.moments import (
     ClassMoments,
     Discriminant,
+    blend_with_photographs,
     decoding_loss,
     discriminant_logits,
+    guided_loss,
     imitation_loss,
+    public_format,
 )
 from barter.core.errors import ClientError, ConfigError
 from barter.core.images import Spec
 from barter.core.model import Classifier
+from barter.core.nodes import Client
 from barter.core.payload import isolate
 from barter.data.task import Data
 from barter.ops.moments import add_moments, sum_moments, whiten_features
+from barter.ops.photographs import photograph_images
 from barter.privacy import Privacy
 from barter.trained.export import export_model
 from barter.trained.model import load, load_all
@@ -42,12 +47,88 @@ class Plain(Classifier):
         return features
 
 
+class Mirrored(Classifier):
+    """An extractor's features of mirrored images."""
+
+    def __init__(self, extractor: Classifier) -> None:
+        super().__init__()
+        self.extractor = extractor
+        self.feature_dim = extractor.feature_dim
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.extractor.features(x.flip(3))
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.extractor.logits(features)
+
+
 def test_students_learn_what_the_discriminant_says_and_not_the_other_way_round() -> None:
     target = torch.tensor([[0.0, math.log(3.0)]])  # probabilities 1/4 and 3/4
     value = float(imitation_loss(Plain(), torch.zeros(1, 2), target))
     assert value == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
     other_way = 0.5 * math.log(2.0) + 0.5 * math.log(2 / 3)
     assert abs(value - other_way) > 0.01
+
+
+def test_students_learn_what_the_discriminant_says_of_the_image_they_see() -> None:
+    """By hand: two pixels of 0.75 and 0.5 are normalised to 1 and 0, and their components too."""
+    spec = Spec(1, 1, 2, 2, mean=(0.25,), std=(0.5,))
+    x = torch.tensor([[[[1.0, 0.5]]]])  # pixels 0.75 and 0.5
+    weights = torch.tensor([[0.0, 0.0], [math.log(3.0), 7.0]])
+    constants = (torch.zeros(2), torch.eye(2), weights, torch.zeros(2), torch.tensor([True, True]))
+    features = torch.zeros(1, 2, requires_grad=True)
+    extractor = Plain()
+    value = guided_loss(Plain(), extractor, spec, x, features, *constants)
+    # The discriminant says 1/4 and 3/4, the student 1/2 and 1/2.
+    assert value.item() == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    value.backward()  # type: ignore[no-untyped-call]
+    assert features.grad is not None
+    assert features.grad[0].tolist() == pytest.approx([0.25, -0.25])
+
+
+def test_blended_images_are_means_of_themselves_and_of_crops() -> None:
+    spec = Spec(3, 10, 10, 2, mean=(0.2, 0.3, 0.4), std=(0.5, 0.6, 0.7))
+    images = torch.full((40, 3, 12, 12), 9.0)  # whiter than white, so that no crop is like it
+    torch.manual_seed(0)
+    blend_with_photographs(images, 30, spec)
+    assert torch.equal(images[30:], torch.full((10, 3, 12, 12), 9.0))
+    torch.manual_seed(0)
+    seed = int(torch.randint(2**31, ()))
+    crops = photograph_images(public_format(spec), torch.arange(30), 30, seed)
+    crops = nn.functional.interpolate(crops, (12, 12), mode="bilinear")
+    mean, std = torch.tensor(spec.mean).view(3, 1, 1), torch.tensor(spec.std).view(3, 1, 1)
+    crops = (crops * 0.25 + 0.5 - mean) / std
+    weights = (images[:30] - crops) / (9.0 - crops)
+    assert torch.allclose(weights, weights[:, :1, :1, :1].expand_as(weights), atol=1e-4)
+    weights = weights[:, 0, 0, 0]
+    assert weights.min() < 0.1
+    assert weights.max() > 0.9
+    untouched = torch.zeros(2, 3, 12, 12)
+    blend_with_photographs(untouched, 0, spec)
+    assert not untouched.any()
+
+
+def test_blended_images_need_targets_of_their_own() -> None:
+    with pytest.raises(ConfigError, match=r"targets='components' with blended=0\.5: .*blended=0"):
+        ClassMoments(targets="components")
+    assert ClassMoments(targets="components", blended=0.0).blended == 0.0
+
+
+def test_logits_of_components_can_be_learned_instead() -> None:
+    experiment = perceptrons(tiny("moments", targets="components", blended=0.0))
+    other = perceptrons(tiny("moments", blended=0.0))
+    for run in (experiment, other):
+        record = run.step()
+        assert record.server["classes"] == 10
+    same = [
+        torch.equal(a, b)
+        for a, b in zip(
+            experiment.engine.clients[0].model.parameters(),
+            other.engine.clients[0].model.parameters(),
+            strict=True,
+        )
+    ]
+    assert not all(same)
 
 
 def test_unknown_classes_are_never_predicted() -> None:
@@ -252,5 +333,27 @@ def test_a_client_that_could_not_upload_learns_all_the_same(
     assert sorted(server.moments) == [0, 2]
     (failure,) = record.failures
     assert "client 1 failed in 'describe'" in failure
-    assert "gaussians" in experiment.engine.clients[1].knowledge
+    late: Any = experiment.engine.clients[1]
+    assert "gaussians" in late.knowledge
+    assert torch.equal(late.whitening["projection"], server.whitening["projection"])
     assert {"before_global", "global"} <= record.clients[1].keys()
+
+
+def test_a_client_with_other_features_does_not_learn_from_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is refused at both calls: its discriminant would say something else than the server's."""
+    build = ClassMoments.build_extractor
+
+    def changed(self: ClassMoments, party: Any) -> Classifier:
+        extractor = build(self, party)
+        if isinstance(party, Client) and party.id == 1:
+            return Mirrored(extractor)
+        return extractor
+
+    monkeypatch.setattr(ClassMoments, "build_extractor", changed)
+    record = perceptrons(tiny("moments"), min_clients=2).step()
+    assert len(record.failures) == 2
+    for failure, method in zip(record.failures, ("describe", "exchange"), strict=True):
+        assert f"client 1 failed in '{method}'" in failure
+        assert "features here are not the server's" in failure

@@ -142,6 +142,25 @@ def test_subjects_of_one_course_share_a_pass_and_its_statistics() -> None:
         assert norm.running_mean.item() == pytest.approx(mean)
 
 
+def test_a_loss_by_inputs_is_called_with_what_the_network_was_shown() -> None:
+    body = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(body.weight, 10.0)
+    model = SplitClassifier(body, nn.Linear(1, 1))
+
+    def difference(
+        x: torch.Tensor, features: torch.Tensor, target: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        return weight * (features - x - target).sum()
+
+    double = partial(torch.mul, torch.tensor(2.0))
+    rows = [torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [5.0]])]
+    plain = Subject(rows, torch.clone, lambda features, target: features.sum())
+    shown = Subject(rows, double, difference, (torch.tensor(0.5),), by_inputs=True)
+    loss, batches = join_subjects(model, [plain, shown], 4)
+    # Features of 1 and 3 are 10 and 30; of 2 and 6, 20 and 60: (20 - 2 - 1) + (60 - 6 - 5) = 66.
+    assert float(loss(*next(batches)).detach()) == pytest.approx(40 + 0.5 * 66)
+
+
 def test_a_batch_holds_as_much_of_each_subject() -> None:
     model = SplitClassifier(nn.Identity(), nn.Linear(1, 1))
     subjects = [
