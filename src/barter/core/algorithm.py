@@ -135,7 +135,8 @@ class Algorithm(Generic[S, C]):
     # one private image can influence.
     tells: ClassVar[Mapping[str, Tells]] = {}
     # Remote methods that are asked of each client at most once in a run. Privacy noise is calibrated
-    # for one release of theirs, not for one in each round.
+    # for one release of theirs, not for one in each round. Over Flower a client that is asked again,
+    # after a round was rolled back, sends the same answer again.
     once: ClassVar[frozenset[str]] = frozenset()
     # Preset name -> hyperparameters.
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}

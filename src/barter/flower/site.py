@@ -43,7 +43,9 @@ log = logging.getLogger("barter")
 class Site:
     """A server of requests for one client, whose memory is on disk.
 
-    A call is computed once: if it is asked again, the saved reply is sent again.
+    A call is computed once: if it is asked again, the saved reply is sent again. The answer to a
+    method that is asked once in a run (`Algorithm.once`) outlasts rounds that the server rolls
+    back: it is sent again, too, and not released anew.
 
     Args:
         name: The site's name.
@@ -147,6 +149,9 @@ class Site:
         self.engine.tested = request.get("tested", True)
         self.engine.repeat(method, k, request["before"])
         before = self._load_account(client)
+        guard = self.engine.guard
+        assert guard is not None
+        sent_before = len(guard.sent_once)
         with use_precision(self.precision):
             replies = self.engine.call(method, {k: args}, local_only=request["alone"])
             if k in replies:
@@ -169,6 +174,10 @@ class Site:
         self.key = key
         self.reply = reply
         self._write_account(before, method)
+        if len(guard.sent_once) > sent_before:
+            # After the ledger, so that every answer that can be repeated has been counted.
+            self._sent.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_checkpoint(self._sent, guard.sent_once, {})
         self._save()
         return reply
 
@@ -240,6 +249,7 @@ class Site:
         self.key = []
         self.reply = None
         self.unseen = None
+        self._load_sent()
         found = self._find(session)
         self.stamp = self._modified_at()
         if found is None:
@@ -260,6 +270,17 @@ class Site:
             self.key = state["key"]
             self.reply = state["reply"]
             self.unseen = None if state["unseen"] is None else tuple(state["unseen"])
+
+    def _load_sent(self) -> None:
+        """Give the guard the answers that this run asks for once and has been sent.
+
+        They outlast rounds that the server rolls back.
+        """
+        guard = self.engine.guard
+        assert guard is not None
+        if self._sent.exists():
+            state, _ = checkpoint.read_checkpoint(self._sent, torch.device("cpu"))
+            guard.sent_once = state
 
     def _make_codec(self, session: Payload) -> WireCodec | None:
         """Return what encodes this site's answers, as the session's configuration says."""
@@ -312,6 +333,11 @@ class Site:
     def _start(self) -> Path:
         """Return the file of the state at the start of the current round."""
         return self._now.with_name("start.safetensors")
+
+    @property
+    def _sent(self) -> Path:
+        """Return the file of answers that are sent once in a run."""
+        return self._now.with_name("sent-once.safetensors")
 
     def _require_budget(self) -> None:
         """Raise PrivacyError if the budget over all runs is spent; no budget is no limit."""

@@ -61,6 +61,8 @@ class Guard:
         self.total: TotalBudget | None = None  # set by a site that has one
         # Unprotected parts of answers, which a site moves to its ledger after each call.
         self.open_releases: dict[str, int] = {}
+        # Method of `Algorithm.once` -> what a site has released of it in this run.
+        self.sent_once: dict[str, Payload] = {}
         self.promised = self.plan.training is not None or bool(self.plan.mechanisms)
 
     def seed(self, known: int) -> int:
@@ -201,6 +203,9 @@ class Guard:
         Each mechanism of the method is charged once and applied in the order of the settings.
         Without one the answer is returned as it is, at no charge.
 
+        A site answers a method of `Algorithm.once` once in a run. If it is asked again, because the
+        server has lost the answer, it releases the same answer again, which reveals nothing more.
+
         Args:
             client: The client that answers.
             method: The method that was called.
@@ -214,6 +219,19 @@ class Guard:
             ConfigError: If the answer lacks a mechanism's part, or the rows, labels or floats that
                 it works on.
         """
+        if self.secret and method in self.algorithm.once:
+            if method not in self.sent_once:
+                protected = self._protect_anew(client, method, answer, arguments, stream)
+                self.sent_once[method] = isolate(protected)
+            elif self.promised:
+                client.report[EPSILON] = self.cost(client.released)
+            return isolate(self.sent_once[method])
+        return self._protect_anew(client, method, answer, arguments, stream)
+
+    def _protect_anew(
+        self, client: Client, method: str, answer: Payload, arguments: Payload, stream: int
+    ) -> Payload:
+        """Return the protected answer, see `protect`."""
         mechanisms = self.plan.of(method)
         if self.secret and method != Algorithm.evaluate.__name__:
             self._note_unprotected(method, answer)
