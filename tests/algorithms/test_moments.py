@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,13 @@ from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.payload import isolate
+from barter.data.sources import load_dataset
 from barter.data.task import Data
 from barter.ops.moments import add_moments, sum_moments, whiten_features
 from barter.ops.photographs import photograph_images
 from barter.privacy import Privacy
 from barter.trained.export import export_model
-from barter.trained.model import load, load_all
+from barter.trained.model import evaluate_networks, load, load_all
 from tests.conftest import federation, perceptrons, small_federation, tiny
 
 
@@ -240,13 +242,67 @@ def test_the_discriminant_is_loaded_and_exported_as_the_servers_model(
     logits = trained(test.pixels)
     right = float((logits.argmax(1) == test.labels).float().mean())
     assert record.server["global"] == pytest.approx(right)
-    assert [model.owner for model in load_all(tmp_path / "run")][-1] == "server"
+    networks = load_all(tmp_path / "run")
+    assert networks[-1].owner == "server"
+    assert networks[0].spec != networks[-1].spec
+    digits = load_dataset("digits")
+    if size is None:
+        images, accuracies = evaluate_networks(
+            networks, digits, new=False, device=torch.device("cpu")
+        )
+        assert images == len(test)
+        assert accuracies[-1] == pytest.approx(right), "with its own normalisation"
+        assert accuracies[0] == pytest.approx(record.clients[0]["global"])
 
     export_model(trained, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
     inputs = trained.prepare(test.pixels[:20])
     (exported,) = session.run(None, {"images": inputs.numpy()})
     assert torch.allclose(torch.from_numpy(exported), logits[:20], rtol=1e-3, atol=1e-2)
+
+
+def test_a_classifier_that_cannot_be_built_does_not_hide_the_clients_networks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perceptrons(tiny("moments"), out=tmp_path / "run").step()
+
+    def fails(self: ClassMoments, spec: Spec) -> Classifier:
+        raise ConfigError("no file public.pth")
+
+    monkeypatch.setattr(ClassMoments, "make_extractor", fails)
+    with pytest.warns(UserWarning, match=r"classifier is left out: no file public\.pth"):
+        networks = load_all(tmp_path / "run")
+    assert [model.owner for model in networks] == ["client 0", "client 1", "client 2"]
+
+
+def test_a_crafted_classifier_is_refused_in_one_line() -> None:
+    experiment = perceptrons(tiny("moments"))
+    experiment.step()
+    server: Any = experiment.server
+    algorithm: Any = experiment.algorithm
+    memory = server.memory()
+    assert algorithm.server_classifier(memory, server.spec) is not None
+    for name in ("factor", "weights", "bias", "known"):
+        crafted = isolate(memory)
+        crafted["knowledge"]["gaussians"][name] = crafted["knowledge"]["gaussians"][name][:-1]
+        with pytest.raises(ValueError, match=f"{name} has the shape"):
+            algorithm.server_classifier(crafted, server.spec)
+    crafted = isolate(memory)
+    crafted["whitening"]["center"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"center has the shape \(3,\), and not"):
+        algorithm.server_classifier(crafted, server.spec)
+    large = replace(server.spec, height=4096, width=4096)
+    with pytest.raises(ValueError, match=r"small-mlp would have 4,294,970,634 parameters"):
+        ClassMoments(extractor="small-mlp", components=16).server_classifier(memory, large)
+
+
+def test_a_run_of_an_earlier_version_says_that_it_cannot_go_on() -> None:
+    experiment = perceptrons(tiny("moments"), min_clients=2)
+    experiment.step()
+    earlier: Any = experiment.engine.clients[1]
+    earlier.whitening = {}
+    (failure,) = experiment.step().failures
+    assert "begun by an earlier version of moments" in failure
 
 
 def test_a_server_that_knows_no_class_has_no_classifier(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import torch
 
 pytest.importorskip("flwr")
 
-from barter.core.payload import leaves
+from barter.algorithms.moments import ClassMoments
+from barter.core.errors import ClientError
+from barter.core.payload import isolate, leaves
 from barter.flower import engine
 from barter.flower.deploy import conduct
 from barter.flower.site import Site
@@ -102,6 +104,21 @@ def test_a_first_round_that_was_rolled_back_costs_no_second_release(
         conduct(grid, CONFIG, tmp_path / "run", Journal(tmp_path / "journal"))
     first = dict(answers)
     assert len(first) == 2
+
+    # Sums in the basis of another whitening would be added to those of this one.
+    other_whitening = LoopbackGrid(sites_with_budget(tmp_path, 8.0), monkeypatch)
+    make_reference = ClassMoments.make_reference
+
+    def mirrored(self: ClassMoments, server: Any) -> Any:
+        reference = isolate(make_reference(self, server))
+        reference["whitening"]["projection"][:, 0] *= -1
+        reference["example"][:, 0] *= -1
+        return reference
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClassMoments, "make_reference", mirrored)
+        with pytest.raises(ClientError, match=r"does not answer 'describe' again: .* new run"):
+            conduct(other_whitening, CONFIG, tmp_path / "run", Journal(tmp_path / "journal"))
 
     again = LoopbackGrid([sites[0], sites_with_budget(tmp_path, 8.0)[1]], monkeypatch)
     answers.clear()

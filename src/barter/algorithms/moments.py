@@ -85,6 +85,9 @@ CROPS = 4000  # crops of photographs by which features are whitened
 COMPARED_CROPS = 8  # crops by which clients check that their features are the server's
 FEATURE_TOLERANCE = 0.01  # largest difference of such components, which have norm 1
 UNKNOWN = 30.0  # logits of unknown classes are by so much below the lowest one of the others
+# Parameters of the largest built-in extractor that is built for a checkpoint, which does not hold
+# its weights: 1 GiB.
+LARGEST_EXTRACTOR = 2**28
 IMAGES_OF_A_CLASS = 10  # decoded images of each class that reports choose from
 
 
@@ -212,7 +215,10 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
             down="the whitening of fixed features",
             up="once: numbers of images and sums of fixed features by class, sums of their products",
         ),
-        "exchange": Crossing(down="a Gaussian of each class and a decoder, if they are new"),
+        "exchange": Crossing(
+            down="a Gaussian of each class and a decoder, if they are new, and to a client that "
+            "could not upload the whitening"
+        ),
     }
     tells = {"describe.counts": "sum", "describe.sums": "sum", "describe.squares": "sum"}
     once = frozenset({"describe"})
@@ -231,8 +237,8 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
     samples: Count = 3000  # decoded images of a client in a round, sampled anew each time
     # fraction of them that are blended with crops of photographs
     blended: Annotated[float, Range(ge=0, le=1)] = 0.5
-    # what the logits to learn are of: the images after augmentation, or the components that were
-    # sampled, which only decoded images have
+    # what clients learn: the discriminant's logits of each image as they see it, augmented and
+    # blended; or its logits of the components that were sampled, which needs blended = 0
     targets: Literal["images", "components"] = "images"
     exchange_epochs: Count = 3  # passes over them
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
@@ -427,6 +433,11 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
             record_before_exchange(client, self.local_offset(client))
             client.trained = True
         if client.knowledge:
+            if not client.whitening:
+                raise ConfigError(
+                    "this run was begun by an earlier version of moments, whose clients did not "
+                    "keep the whitening; start a new run"
+                )
             self.learn_from_images(client)
 
     def train(self, client: MomentsClient) -> None:
@@ -492,9 +503,53 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         gaussians = memory["knowledge"].get("gaussians")
         if gaussians is None:
             return None
+        self.require_size(public)
         extractor = self.make_extractor(public)
+        self.require_shapes(extractor, memory["whitening"], gaussians, spec.classes)
         network = Discriminant(extractor, memory["whitening"], gaussians, public)
         return ServerClassifier(f"discriminant of {self.extractor}", network.eval(), public)
+
+    def require_size(self, spec: Spec) -> None:
+        """Check the size of a built-in extractor before memory is allocated for it.
+
+        Raises:
+            ValueError: If it has more than `LARGEST_EXTRACTOR` parameters.
+        """
+        if ":" in self.extractor:
+            return  # It is code that the user consented to.
+        try:
+            with torch.device("meta"):
+                network = ZOO[self.extractor](spec)
+        except (NotImplementedError, RuntimeError):
+            return  # Building it needs values, as the filters do, which have few parameters.
+        size = sum(parameter.numel() for parameter in network.parameters())
+        if size > LARGEST_EXTRACTOR:
+            raise ValueError(f"extractor {self.extractor} would have {size:,} parameters")
+
+    def require_shapes(
+        self,
+        extractor: Classifier,
+        whitening: Mapping[str, Tensor],
+        gaussians: SharedGaussian,
+        classes: int,
+    ) -> None:
+        """Check the shapes of what a checkpoint says of the discriminant.
+
+        Raises:
+            ValueError: If a tensor has another shape than its extractor and the task require.
+        """
+        width = self.components
+        wanted: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+            "center": (whitening["center"], (extractor.feature_dim,)),
+            "projection": (whitening["projection"], (extractor.feature_dim, width)),
+            "factor": (gaussians["factor"], (width, width)),
+            "weights": (gaussians["weights"], (classes, width)),
+            "bias": (gaussians["bias"], (classes,)),
+            "known": (gaussians["known"], (classes,)),
+        }
+        for name, (tensor, shape) in wanted.items():
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, and not {shape}")
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         known = [record.server["classes"] for record in rounds if "classes" in record.server]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ from barter.core.errors import BarterError, CheckpointError, PrivacyError
 from barter.core.files import replace_file
 from barter.core.nodes import Client, Monitor, Silence
 from barter.core.params import build_dataclass
-from barter.core.payload import Payload
+from barter.core.payload import Payload, pack
 from barter.core.wire_codec import WireCodec, decode_payload
 from barter.core.wire_settings import WireSettings
 from barter.engines.local import LocalEngine
@@ -87,6 +88,8 @@ class Site:
         self.round = 0
         self.key: list[Payload] = []  # identifies the last call: attempt, round, method, index
         self.reply: Payload = None  # the reply to that call
+        # Method of `Algorithm.once` that was answered -> a hash of its arguments and of the data.
+        self.sent_for: dict[str, str] = {}
         # Report and training modes before an evaluation that was sent with the last reply.
         self.unseen: tuple[dict[str, float], list[bool]] | None = None
 
@@ -151,7 +154,12 @@ class Site:
         before = self._load_account(client)
         guard = self.engine.guard
         assert guard is not None
-        sent_before = len(guard.sent_once)
+        request_hash = hash_payload([self.data, request["args"]])
+        if self.sent_for.get(method, request_hash) != request_hash:
+            raise PrivacyError(
+                f"site {self.name} does not answer {method!r} again: it answers this call once in a "
+                "run, and was sent other arguments or had other data then; start a new run"
+            )
         with use_precision(self.precision):
             replies = self.engine.call(method, {k: args}, local_only=request["alone"])
             if k in replies:
@@ -174,10 +182,12 @@ class Site:
         self.key = key
         self.reply = reply
         self._write_account(before, method)
-        if len(guard.sent_once) > sent_before:
+        if method in guard.sent_once and method not in self.sent_for:
             # After the ledger, so that every answer that can be repeated has been counted.
+            self.sent_for[method] = request_hash
             self._sent.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_checkpoint(self._sent, guard.sent_once, {})
+            state = {"answers": guard.sent_once, "requests": self.sent_for}
+            checkpoint.write_checkpoint(self._sent, state, {})
         self._save()
         return reply
 
@@ -278,9 +288,11 @@ class Site:
         """
         guard = self.engine.guard
         assert guard is not None
+        self.sent_for = {}
         if self._sent.exists():
             state, _ = checkpoint.read_checkpoint(self._sent, torch.device("cpu"))
-            guard.sent_once = state
+            guard.sent_once = state["answers"]
+            self.sent_for = state["requests"]
 
     def _make_codec(self, session: Payload) -> WireCodec | None:
         """Return what encodes this site's answers, as the session's configuration says."""
@@ -470,6 +482,15 @@ class Site:
         In a simulation, another process may write it.
         """
         return self._now.stat().st_mtime_ns if self._now.exists() else 0
+
+
+def hash_payload(tree: Payload) -> str:
+    """Return a hash of a payload's structure and values, 32 hexadecimal digits."""
+    tensors, header = pack(tree)
+    digest = hashlib.blake2b(header.encode(), digest_size=16)
+    for tensor in tensors.values():
+        digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
 
 
 def _value(tree: Mapping[str, Any], key: str) -> str:

@@ -358,7 +358,7 @@ class Subject:
     show: Callable[[Tensor], Tensor]  # makes inputs of the network from the data
     loss: Callable[..., Tensor]  # the loss: (features, *targets, *extras) -> value
     extras: tuple[Tensor, ...] = ()  # further arguments of the loss, the same in every step
-    by_inputs: bool = False  # whether the loss is called with the inputs, too, before the features
+    by_inputs: bool = False  # whether the loss is (inputs, features, *targets, *extras) -> value
 
     def batches(self, size: int) -> Iterator[SubjectBatch]:
         """Yield shuffled batches of `rows` without end, of the sizes of `index_batches`.

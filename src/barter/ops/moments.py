@@ -145,7 +145,8 @@ def add_moments(parts: Iterable[Moments]) -> Moments:
 def shared_gaussians(moments: Moments, images: int) -> SharedGaussian:
     """Return the Gaussians of classes with a common covariance, and their discriminant.
 
-    Moments may hold noise of one deviation in all numbers. The sum of x xᵀ is symmetric, so the
+    Moments may hold noise of one deviation in all released numbers; where only some parts have
+    noise, biases are not corrected for it properly. The sum of x xᵀ is symmetric, so the
     difference of its two halves measures this noise. Eigenvalues below its largest one are raised
     to that in the discriminant, and not sampled. Classes with hardly more images than the noise in
     counts are left out; without noise, these are classes with fewer than `DESCRIBED_IMAGES` images.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,8 @@ def load(
 def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
     """Load all networks in a run's folder: clients' by id, then the server's, if any.
 
-    Clients of a Flower run have theirs at their sites, not in the folder.
+    Clients of a Flower run have theirs at their sites, not in the folder. A classifier of a server
+    without a model is left out with a warning if it cannot be built.
 
     Raises:
         CheckpointError: That round is not kept, or damaged.
@@ -128,7 +130,11 @@ def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
     models = [_restore(run, checkpoint, client, None) for client in sorted(state["clients"])]
     if "model" in state["server"]:
         return [*models, _restore(run, checkpoint, None, None)]
-    classifier = _restore_server_classifier(run, checkpoint)
+    try:
+        classifier = _restore_server_classifier(run, checkpoint)
+    except ConfigError as error:
+        warnings.warn(f"the server's classifier is left out: {error}", stacklevel=2)
+        return models
     return models if classifier is None else [*models, classifier]
 
 
@@ -207,6 +213,7 @@ def _restore_server_classifier(run: Path, checkpoint: tuple[int, Payload]) -> Tr
 
     Raises:
         CheckpointError: The checkpoint does not describe it.
+        ConfigError: It cannot be built.
     """
     round, state = checkpoint
     _, spec, classes = _described(run, state)
@@ -298,8 +305,13 @@ def evaluate_networks(
         x = torch.cat([dataset.x_train, x])
         y = torch.cat([dataset.y_train, y])
     labels = _class_indices(dataset, first.classes)[y]
-    images = Images(x.to(device), labels.to(device), first.spec)
-    return len(images), [accuracy(model.network.to(device), images) for model in networks]
+    # The classifier of a server may have another normalisation than the clients' networks.
+    images = {
+        spec: Images(x.to(device), labels.to(device), spec)
+        for spec in {model.spec for model in networks}
+    }
+    accuracies = [accuracy(model.network.to(device), images[model.spec]) for model in networks]
+    return len(x), accuracies
 
 
 def _class_indices(dataset: Dataset, classes: Sequence[str]) -> Tensor:
