@@ -129,10 +129,15 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def store(out: Path, run: StoredRun) -> None:
-    """Add a run to a file of stored runs; a shorter curve does not replace a longer one."""
+    """Add a run to a file of stored runs; a shorter curve does not replace a longer one.
+
+    Columns that only the stored curve has, such as copies, stay if it is not shorter.
+    """
     with exclusive(out):
         stored = {(r.row, r.seed): r for r in (read_stored_runs(out) if out.exists() else [])}
         before = stored.get((run.row, run.seed))
+        if before is not None and len(before.rounds) == len(run.rounds):
+            run = replace(run, curve={**before.curve, **run.curve})
         if before is None or len(before.rounds) <= len(run.rounds):
             stored[run.row, run.seed] = run
             write_stored_runs(out, stored.values())
@@ -169,13 +174,31 @@ def work(run: QueuedRun, out: Path, deadline: float, copies: bool = False) -> No
         store(out, replace(stored, curve={**stored.curve, **rates}))
 
 
+def is_finished(run: QueuedRun, out: Path, copies: bool) -> bool:
+    """Return whether a run has all rounds and, if they are wanted, its rates of copies."""
+    if run.done < run.config.rounds:
+        return False
+    if not copies:
+        return True
+    stored = {(r.row, r.seed): r for r in (read_stored_runs(out) if out.exists() else [])}
+    found = stored.get((run.row, run.config.seed))
+    return found is not None and "copies" in found.curve
+
+
 def copy_columns(results: Sequence[Result], n_rounds: int) -> dict[str, list[float | None]]:
-    """Return the rates of copies as columns of a curve, which are empty before the last round."""
-    names = {NEAREST_BY_PIXELS: "copies", NEAREST_BY_FEATURES: "copies-features"}
-    return {
-        names[result.attack]: [*[None] * (n_rounds - 1), round(result.values["copies"], 4)]
+    """Return the rates of copies as columns of a curve, which are empty before the last round.
+
+    They are empty in the last round, too, where no client made images from a part of its own.
+    """
+    rates = {
+        result.attack: round(result.values["copies"], 4)
         for result in results
         if "copies" in result.values
+    }
+    before: list[float | None] = [None] * (n_rounds - 1)
+    return {
+        "copies": [*before, rates.get(NEAREST_BY_PIXELS)],
+        "copies-features": [*before, rates.get(NEAREST_BY_FEATURES)],
     }
 
 
@@ -185,7 +208,7 @@ def run_queue(
     """Run a queue, each run in a process of its own; return the names of those that failed.
 
     Args:
-        runs: The runs; those that are finished are skipped.
+        runs: The runs; those that are finished are skipped, see `is_finished`.
         out: The file of stored runs.
         deadline: No round is begun that would probably end later (Unix time).
         least: Seconds that must be left to begin another run.
@@ -193,7 +216,7 @@ def run_queue(
         copies: Whether to run the copy test after the last round of a run.
     """
     spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used in forked processes.
-    waiting = deque(run for run in runs if run.done < run.config.rounds)
+    waiting = deque(run for run in runs if not is_finished(run, out, copies))
     active: dict[int, tuple[BaseProcess, QueuedRun]] = {}
     failed = []
     while waiting or active:
@@ -206,7 +229,8 @@ def run_queue(
             process: BaseProcess = spawn.Process(target=work, args=(run, out, deadline, copies))
             process.start()
             active[process.sentinel] = (process, run)
-        for sentinel in wait(list(active)):
+        # Without any process, waiting would never end.
+        for sentinel in wait(list(active)) if active else []:
             assert isinstance(sentinel, int)
             process, run = active.pop(sentinel)
             process.join()
@@ -239,6 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="print the queue and run nothing")
     args = parser.parse_args(arguments)
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: at least one run at a time")
     deadline = time.time() + args.seconds
     try:
         runs = queue(

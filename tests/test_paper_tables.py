@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,7 @@ def test_the_copy_test_follows_the_last_round(suite: Path, tmp_path: Path) -> No
         # Decoded from single embeddings of half of the images; chance is 0.5.
         assert last is not None
         assert 0.5 < last <= 1
-    assert "copies" not in alone.curve, "local training makes no images"
+    assert alone.curve["copies"] == [None], "local training makes no images"
 
 
 def test_a_longer_curve_is_kept(tmp_path: Path) -> None:
@@ -123,3 +124,33 @@ def test_a_longer_curve_is_kept(tmp_path: Path) -> None:
     for run in (short, long, short, other):
         paper_tables.store(out, run)
     assert read_stored_runs(out) == [long, other]
+
+
+def test_a_queue_that_is_out_of_time_ends(
+    suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results.jsonl"
+    arguments = ["--suite", str(suite), "--rows", "alone@1", "--ephemeral", "--out", str(out)]
+    assert paper_tables.main([*arguments, "--seconds", "0"]) == 0
+    assert "out of time; left from here: small: alone, seed 0" in capsys.readouterr().out
+    assert not out.exists()
+    with pytest.raises(SystemExit):
+        paper_tables.main([*arguments, "--jobs", "0"])
+    assert "--jobs 0: at least one run at a time" in capsys.readouterr().err
+
+
+def test_copies_are_measured_later_and_not_lost(suite: Path, tmp_path: Path) -> None:
+    (run,) = paper_tables.queue(suite, ["alone@1"], "0", [], tmp_path, tmp_path / "runs")
+    out = tmp_path / "results.jsonl"
+    paper_tables.work(run, out, math.inf)
+    assert paper_tables.is_finished(run, out, copies=False)
+    assert not paper_tables.is_finished(run, out, copies=True)
+    paper_tables.work(run, out, math.inf, copies=True)
+    assert paper_tables.is_finished(run, out, copies=True)
+    (measured,) = read_stored_runs(out)
+    rated = {**measured.curve, "copies": [0.5]}
+    paper_tables.store(out, replace(measured, curve=rated))
+    paper_tables.store(out, replace(measured, curve={"round": [1], "global": [0.25]}))
+    (stored,) = read_stored_runs(out)
+    assert stored.curve["copies"] == [0.5]
+    assert stored.curve["global"] == [0.25]
