@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from barter import Experiment
 from barter.attacks import attack as attacking
 from barter.attacks import inversion as inverting
-from barter.attacks.attack import replay_first_round, run_attacks
+from barter.attacks.attack import replay_first_rounds, run_attacks
 from barter.attacks.extraction import extract_model, find_predictions
 from barter.attacks.labels import estimate_prior
 from barter.attacks.labels import label_attacks as read_labels
@@ -347,7 +347,7 @@ def test_what_clients_upload_only_once_is_attacked(tmp_path: Path) -> None:
     teachers = experiment.server.teachers
     assert collect_uploads(experiment).keys() == set(), "nothing is uploaded after the first round"
     with limit_threads(1):
-        told = collect_uploads(experiment, replay_first_round(read_run(folder)))
+        told = collect_uploads(experiment, replay_first_rounds(read_run(folder), 1))
     assert told.keys() == teachers.keys() == {0, 1}
     for k, teacher in teachers.items():
         network = told[k].network
@@ -361,10 +361,22 @@ def test_what_clients_upload_only_once_is_attacked(tmp_path: Path) -> None:
     assert by_name(results, "labels")["learn.counts"]["distance"] == 0
 
 
+def test_clients_that_are_sampled_later_are_attacked_too(tmp_path: Path) -> None:
+    config = replace(
+        read_run(made(tmp_path / "run", "moments")), algorithm=tiny("moments", fraction=0.5)
+    )
+    assert config.clients == 2
+    one = replay_first_rounds(config, 1)
+    assert len(one.answers) == 1
+    every = replay_first_rounds(config, 20)
+    assert {k for k, answers in every.answers.items() if "describe" in answers} == {0, 1}
+    assert every.answers.keys() == {0, 1}
+
+
 def test_counts_with_noise_are_read_as_classes(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", "moments", {"describe": "gaussian clip=1 noise=200"})
     told = collect_uploads(
-        Experiment.restore(folder, unlimited=True), replay_first_round(read_run(folder))
+        Experiment.restore(folder, unlimited=True), replay_first_rounds(read_run(folder), 1)
     )
     noisy = [upload.answers["describe"]["counts"] for upload in told.values()]
     assert any(bool((counts < 0).any()) for counts in noisy)

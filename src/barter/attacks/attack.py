@@ -22,7 +22,7 @@ from barter.runs.picture import draw_sheet
 from barter.setup.config import Config
 from barter.setup.trust import read_run
 
-__all__ = ["attack_tables", "replay_first_round", "run_attacks"]
+__all__ = ["attack_tables", "replay_first_rounds", "run_attacks"]
 
 DATA = "attack.json"
 SHEET = "attack.png"
@@ -48,8 +48,8 @@ def run_attacks(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result]
     """Run one more round, protected as before, and attack what clients upload.
 
     The round is not added to the run, and a privacy budget does not limit it. If the method asks
-    each client only once in a run for some answers (`Algorithm.once`), the first round is played
-    again, and its answers are attacked too.
+    each client only once in a run for some answers (`Algorithm.once`), the run is played again until
+    every client has been asked, and these answers are attacked too.
 
     Args:
         run: The folder of the run, where results are saved.
@@ -75,8 +75,9 @@ def run_attacks(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result]
     with limit_threads(experiment.config.threads):
         earlier = None
         if experiment.algorithm.once:
-            with monitor.phase("round 1 again, overheard", 1):
-                earlier = replay_first_round(replace(experiment.config, start=read_run(run).start))
+            with monitor.phase("first rounds again, overheard", 1):
+                config = replace(experiment.config, start=read_run(run).start)
+                earlier = replay_first_rounds(config, before)
         with monitor.phase(f"round {before + 1}, overheard", 1):
             uploads = collect_uploads(experiment, earlier)
         experiment.engine.watched = monitor
@@ -107,9 +108,23 @@ def run_attacks(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result]
     return results, paths
 
 
-def replay_first_round(config: Config) -> RecordingWire:
-    """Play the first round of a configuration again and return a record of it; write nothing."""
+def replay_first_rounds(config: Config, rounds: int) -> RecordingWire:
+    """Play the first rounds of a configuration again and return a record of them; write nothing.
+
+    It ends when every client has answered the methods that are asked once (`Algorithm.once`), which
+    is after the first round unless clients are sampled or fail.
+
+    Args:
+        config: The configuration.
+        rounds: The largest number of rounds.
+    """
     experiment = Experiment.from_config(config)
     wire = record_wire(experiment)
-    experiment.step()
+    for _ in range(rounds):
+        experiment.step()
+        asked = [
+            k for k, answers in wire.answers.items() if experiment.algorithm.once <= answers.keys()
+        ]
+        if len(asked) == config.clients:
+            break
     return wire
