@@ -43,7 +43,7 @@ WHITENING_FLOOR = 1e-2  # added to the variances of whitened features, relative 
 LEAST_VARIANCE = 1e-4  # of components of norm 1, in any direction
 DESCRIBED_IMAGES = 5  # classes with fewer images are left out
 # Classes are also left out if their count is less than this many standard deviations of its noise.
-LEAST_SIGNAL = 5.0
+LEAST_SIGNAL = 3.0
 
 
 class Whitening(TypedDict):
