@@ -4,9 +4,9 @@
 
 It tells what the clients of `moments` lose on the way from the images to their networks. The
 classifier of the joint moments, the discriminant, teaches a small-cnn, which is tested on real
-images. Rows differ in where components are sampled (`Sampling`) and in how the decoder is trained
-(`Decoding`). With real components or a covariance of each class nothing is protected: these rows
-show what better statistics could bring.
+images. Rows differ in where components are sampled, in how the decoder is trained, and in what the
+discriminant is asked about (`Row`). With real components or a covariance of each class nothing is
+protected: these rows show what better statistics could bring.
 
 Ten clients have equally many images; ε is for replacing one of them, δ = 1e-5, and infinity is
 without noise. Prints accuracies in % on the test images, and writes them to --out.
@@ -19,6 +19,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ from torch import Tensor
 from barter.algorithms.moments import (
     CROPS,
     ClassMoments,
+    Discriminant,
+    blend_with_photographs,
     decode_codes,
     decoding_loss,
     discriminant_logits,
@@ -61,32 +64,43 @@ from barter.privacy.account import calibrate_noise
 CLIENTS = 10
 DELTA = 1e-5
 SAMPLES = 6000  # decoded images
-STEPS = 400  # of the network that learns from them
 BATCH = 100
 SHIFT = 2  # largest shift of its images in pixels
 
 Sampling = Literal["Gaussians", "a covariance of each class", "real images"]
+Teacher = Callable[[Tensor, Tensor], Tensor]  # (images after augmentation, their places) -> logits
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is sampled, how much noise the moments have, and how the decoder is trained."""
+    """What is sampled and decoded, with how much noise, and how a network learns from it."""
 
     name: str
     epsilon: float = 8.0
     sampling: Sampling = "Gaussians"
-    decoder_steps: int = 600
+    decoder_steps: int = 600  # 0 only with real images, which are then not decoded
     matched: float = 1.0  # weight of decoded images having the sampled components
     restored: float = 0.0  # weight of photographs being restored from their components
+    # what the logits to learn are of: the components, or the images after augmentation
+    targets: Literal["components", "images"] = "components"
+    blended: float = 0.0  # fraction of images that are blended with crops of photographs
+    steps: int = 400  # of the network that learns
 
 
 ROWS = (
-    Row("moments, ε = 8"),
+    Row("ε = 8"),
     Row("200 steps of the decoder", decoder_steps=200),
     Row("the decoder restores photographs, too", restored=1.0),
     Row("the decoder restores photographs, and nothing else", matched=0.0, restored=1.0),
+    Row("logits of the augmented images", targets="images"),
+    Row("the same, half of the images blended with photographs", targets="images", blended=0.5),
+    Row("the same, four times the steps", targets="images", blended=0.5, steps=1600),
     Row("no noise", epsilon=math.inf),
-    Row("no noise, a covariance of each class", epsilon=math.inf, sampling="a covariance of each class"),
+    Row(
+        "no noise, a covariance of each class",
+        epsilon=math.inf,
+        sampling="a covariance of each class",
+    ),
     Row("no noise, components of real images", epsilon=math.inf, sampling="real images"),
     Row(
         "no noise, components of real images, the decoder restores photographs, too",
@@ -94,7 +108,15 @@ ROWS = (
         sampling="real images",
         restored=1.0,
     ),
-)  # fmt: skip
+    Row("no noise, real images", epsilon=math.inf, sampling="real images", decoder_steps=0),
+    Row(
+        "no noise, real images, logits of the augmented images",
+        epsilon=math.inf,
+        sampling="real images",
+        decoder_steps=0,
+        targets="images",
+    ),
+)
 
 
 class Study:
@@ -190,23 +212,37 @@ def train_decoder(study: Study, row: Row, sample: partial[Tensor]) -> PixelDecod
     return decoder.eval()
 
 
-def train_student(study: Study, images: Tensor, targets: Tensor) -> Classifier:
-    """Train a small-cnn on the discriminant's logits of shifted and mirrored images."""
+def train_student(study: Study, images: Tensor, teach: Teacher, steps: int) -> Classifier:
+    """Train a small-cnn on a teacher's logits of shifted and mirrored images."""
     network = build_network("small-cnn", study.spec).train()
     optimizer = torch.optim.Adam(network.parameters(), study.method.lr)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for _ in range(STEPS):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
         places = torch.randint(len(images), (BATCH,))
         down, right = torch.randint(-SHIFT, SHIFT + 1, (2,)).tolist()
         batch = torch.roll(images[places], (down, right), (2, 3))
         if torch.rand(()) < 0.5:
             batch = batch.flip(3)
-        loss = kl(targets[places], network(batch))
+        loss = kl(teach(batch, places), network(batch))
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
         schedule.step()
     return network.eval()
+
+
+def make_teacher(study: Study, row: Row, gaussians: SharedGaussian, codes: Tensor) -> Teacher:
+    """Return the discriminant as a function of images, or of their places in `codes`."""
+    if row.targets == "components":
+        logits = discriminant_logits(gaussians, codes)
+        return lambda images, places: logits[places]
+    discriminant = Discriminant(study.extractor, study.whitening, gaussians, study.spec).eval()
+
+    def teach(images: Tensor, places: Tensor) -> Tensor:
+        with torch.no_grad():
+            return discriminant(images)  # type: ignore[no-any-return]
+
+    return teach
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
@@ -219,13 +255,19 @@ def measure(study: Study, row: Row, seed: int) -> dict[str, float | str]:
     torch.manual_seed(stream_seed(seed, "decoded images"))
     generator = torch.Generator().manual_seed(stream_seed(seed, "noise"))
     gaussians = study.gaussians(row.epsilon, generator)
-    sample = study.sampler(row, gaussians)
-    decoder = train_decoder(study, row, sample)
-    codes = sample(SAMPLES)
-    images = resize_images(
-        decode_codes(to_half(decoder.state_dict()), study.spec, codes), study.spec
-    )
-    student = train_student(study, images, discriminant_logits(gaussians, codes))
+    if row.decoder_steps:
+        sample = study.sampler(row, gaussians)
+        decoder = train_decoder(study, row, sample)
+        codes = sample(SAMPLES)
+        decoded = decode_codes(to_half(decoder.state_dict()), study.spec, codes)
+        blend_with_photographs(decoded, round(row.blended * len(decoded)), study.spec)
+        images = resize_images(decoded, study.spec)
+    else:
+        places = torch.randint(len(study.train), (SAMPLES,))
+        codes = study.components[places]
+        images = study.train.batch(places)
+    teach = make_teacher(study, row, gaussians, codes)
+    student = train_student(study, images, teach, row.steps)
     components = study.describe(study.test)
     logits = predict(student, study.test.batch, torch.arange(len(study.test)))
     return {

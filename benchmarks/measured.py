@@ -118,7 +118,7 @@ def overview() -> Table:
         return accuracy(RECIPES / f"{name}.jsonl", name, "global", 14)
 
     def moments(alpha: str) -> str:
-        row = f"paper-levels: moments, epsilon 8, partition.alpha={alpha}"
+        row = f"paper-levels: moments, epsilon 8, logits of components, partition.alpha={alpha}"
         return f"{accuracy(levels, row, 'global', 5)} after 5"
 
     def published(alpha: str) -> str:
@@ -134,7 +134,7 @@ def overview() -> Table:
     central = accuracy(averaging, "averaging: central, partition.alpha=1.0", "global", 50)
     dffke = "averaging: dffke, partition.alpha=0.1"
     private = group_by_row(read_stored_runs(levels))[
-        "paper-levels: moments, epsilon 8, partition.alpha=1.0"
+        "paper-levels: moments, epsilon 8, logits of components, partition.alpha=1.0"
     ]
     once = (
         fmean(run.total("bytes") or 0.0 for run in private) / private[0].settings["clients"] / 1e6
@@ -425,6 +425,17 @@ def private_statistics() -> Table:
             ]
             cells.append(f"{100 * fmean(accuracies):.1f}")
         table.append([label, *cells])
+    return table
+
+
+def decoded_images() -> Table:
+    """Return what a network learns from decoded images, and its teacher; means over seeds."""
+    rows = stored("decoded-images.json")
+    table = [["what is decoded", "discriminant", "small-cnn that learns from it"]]
+    for name in dict.fromkeys(row["row"] for row in rows):
+        chosen = [row for row in rows if row["row"] == name]
+        means = [fmean(row[key] for row in chosen) for key in ("discriminant", "student")]
+        table.append([name, *(f"{mean:.1f}" for mean in means)])
     return table
 
 
@@ -868,6 +879,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "privacy-attacks-levels": levels_under_attack,
     "privacy-epsilon": epsilon,
     "private-statistics": private_statistics,
+    "decoded-images": decoded_images,
     "adversaries-digits": lambda: adversarial_clients("digits"),
     "adversaries-fashion": lambda: adversarial_clients("fashion"),
     "clients-cpu": clients_cpu,

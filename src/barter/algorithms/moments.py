@@ -216,8 +216,8 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
             up="once: numbers of images and sums of fixed features by class, sums of their products",
         ),
         "exchange": Crossing(
-            down="a Gaussian of each class and a decoder, if they are new, and to a client that "
-            "could not upload the whitening"
+            down="a Gaussian of each class and a decoder, if they are new; the whitening, if the "
+            "client could not upload"
         ),
     }
     tells = {"describe.counts": "sum", "describe.sums": "sum", "describe.squares": "sum"}
