@@ -96,8 +96,12 @@ def discriminant(
     Without the covariance it is the nearest mean.
     """
     model = shared_gaussians(moments, images)
-    weights = (model["weights"] if covariance else model["means"]).double()
-    bias = -0.5 * (weights * model["means"]).sum(1)
+    if covariance:
+        weights = model["weights"].double()
+        bias = model["bias"].double()
+    else:
+        weights = model["means"].double()
+        bias = -0.5 * weights.square().sum(1)
     return weights, bias.masked_fill(~model["known"], -math.inf)
 
 
