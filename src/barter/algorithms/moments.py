@@ -235,7 +235,7 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
     decoder_steps: Count = 600  # steps of the decoder, whenever new moments have arrived
     decoder_batch: Count = 50  # sampled codes in a step of the decoder
     samples: Count = 3000  # decoded images of a client in a round, sampled anew each time
-    # fraction of them that are blended with crops of photographs
+    # fraction of the decoded images that are blended with crops of photographs
     blended: Annotated[float, Range(ge=0, le=1)] = 0.5
     # what clients learn: the discriminant's logits of each image as they see it, augmented and
     # blended; or its logits of the components that were sampled, which needs blended = 0
