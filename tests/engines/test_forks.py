@@ -210,7 +210,8 @@ def test_memory_that_is_freed_and_taken_again_is_not_fetched_from_the_system_eac
         del kept
 
     def faults() -> float:
-        for _ in range(3):
+        # Until the heap has three holes of this size, which takes up to eight steps.
+        for _ in range(20):
             step()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(5):
