@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from barter.algorithms.moments import (
     CROPS,
@@ -192,10 +192,9 @@ def train_decoder(study: Study, row: Row, sample: partial[Tensor]) -> PixelDecod
     """Train a decoder as `moments` does, or as the row says."""
     method = study.method
     decoder = PixelDecoder(method.components, study.spec).train()
-    optimizer = torch.optim.Adam(decoder.parameters(), method.lr)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, row.decoder_steps)
     constants = (study.whitening["center"], study.whitening["projection"])
-    for _ in range(row.decoder_steps):
+
+    def decoder_loss() -> Tensor:
         loss = torch.zeros(())
         if row.matched:
             codes = sample(method.decoder_batch)
@@ -205,29 +204,36 @@ def train_decoder(study: Study, row: Row, sample: partial[Tensor]) -> PixelDecod
             places = torch.randint(len(study.crops), (method.decoder_batch,))
             images = resize_images(render_codes(decoder, study.crop_components[places]), study.spec)
             loss = loss + row.restored * (images - study.crops[places]).square().mean()
+        return loss
+
+    train(decoder, decoder_loss, row.decoder_steps, method.lr)
+    return decoder.eval()
+
+
+def train(network: nn.Module, loss: Callable[[], Tensor], steps: int, lr: float) -> None:
+    """Train a network by Adam with a cosine schedule; each call of `loss` is a new batch's."""
+    optimizer = torch.optim.Adam(network.parameters(), lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
         optimizer.zero_grad()
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss())
         optimizer.step()
         schedule.step()
-    return decoder.eval()
 
 
 def train_student(study: Study, images: Tensor, teach: Teacher, steps: int) -> Classifier:
     """Train a small-cnn on a teacher's logits of shifted and mirrored images."""
     network = build_network("small-cnn", study.spec).train()
-    optimizer = torch.optim.Adam(network.parameters(), study.method.lr)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
+
+    def imitation() -> Tensor:
         places = torch.randint(len(images), (BATCH,))
         down, right = torch.randint(-SHIFT, SHIFT + 1, (2,)).tolist()
         batch = torch.roll(images[places], (down, right), (2, 3))
         if torch.rand(()) < 0.5:
             batch = batch.flip(3)
-        loss = kl(teach(batch, places), network(batch))
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        optimizer.step()
-        schedule.step()
+        return kl(teach(batch, places), network(batch))
+
+    train(network, imitation, steps, study.method.lr)
     return network.eval()
 
 

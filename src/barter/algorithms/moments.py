@@ -10,9 +10,9 @@ Decoding and learning follow DFFKE.
 2. The server adds all moments and makes a Gaussian of each class, with a common covariance. It
    trains a decoder whose images have the features that are sampled from the Gaussians.
 3. In its first round, each client first trains on its private images alone.
-4. In every round each client samples features and decodes them to images, half of which it blends
-   with crops of photographs. It trains on these and on its private images. The Gaussians'
-   discriminant gives the logits to learn for each such image, as it is after augmentation.
+4. In every round each client samples features and decodes them to images. It blends half of the
+   images with crops of two photographs. It trains on all of them and on its private images. The
+   Gaussians' discriminant, applied to the augmented image, gives the logits to learn.
 
 Networks never leave the clients. After the upload nothing else depends on private images, so that ε
 of one release holds for the whole run.
@@ -287,7 +287,10 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
         server.held |= dict.fromkeys(answers, server.version)
 
     def make_delivery(self, server: MomentsServer, k: int, reference: Reference) -> Knowledge:
-        """Return the knowledge that a client needs; empty if it has it."""
+        """Return Gaussians and decoder for a client; empty if it has them, or there are none.
+
+        A client that has sent no moments also gets the whitening.
+        """
         if server.held.get(k) == server.version:
             return {}
         if server.knowledge and k not in server.moments:
@@ -341,8 +344,10 @@ class ClassMoments(Algorithm[MomentsServer, MomentsClient]):
     def adopt_whitening(self, client: MomentsClient, reference: Reference) -> None:
         """Remember the server's whitening, if the client's extractor is the server's.
 
+        Both compute the components of the same crops of photographs, which must agree.
+
         Raises:
-            ConfigError: If it computes other features.
+            ConfigError: If the client's extractor computes other components.
         """
         whitening = reference["whitening"]
         data = client.data
@@ -627,7 +632,8 @@ def decode_codes(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
 def blend_with_photographs(images: Tensor, count: int, spec: Spec) -> None:
     """Blend the first images with crops of photographs, in place.
 
-    Each of them becomes a weighted mean of itself and of a crop, with a random weight from 0 to 1.
+    Each of them becomes a weighted mean of itself and of a crop of its own, with a uniform random
+    weight of its own.
     Crops are drawn anew in each call.
 
     Args:
@@ -660,6 +666,8 @@ def guided_loss(
     known: Tensor,
 ) -> Tensor:
     """Return KL(discriminant ‖ student) of logits of the same images.
+
+    The discriminant gets the fixed features of the images, and no gradient.
 
     Args:
         model: The student, of which only the head is used.

@@ -116,7 +116,7 @@ def replay_first_rounds(config: Config, rounds: int) -> RecordingWire:
 
     Args:
         config: The configuration.
-        rounds: The largest number of rounds.
+        rounds: The largest number of rounds. After these the record is returned as it is.
     """
     experiment = Experiment.from_config(config)
     wire = record_wire(experiment)

@@ -25,7 +25,7 @@ from barter.core.wire_codec import WireCodec, decode_payload
 from barter.core.wire_settings import WireSettings
 from barter.engines.local import LocalEngine
 from barter.flower.consent import Consent
-from barter.privacy.guard import TotalBudget
+from barter.privacy.guard import Guard, TotalBudget
 from barter.privacy.ledger import LEDGER, Ledger, RunAccount
 from barter.privacy.prices import NOTHING, Description, describe_part, merge_accounts, total_epsilon
 from barter.privacy.side_information import EPSILON, ERRORS, PIXELS, RESULTS, holds_metrics
@@ -152,8 +152,7 @@ class Site:
         self.engine.tested = request.get("tested", True)
         self.engine.repeat(method, k, request["before"])
         before = self._load_account(client)
-        guard = self.engine.guard
-        assert guard is not None
+        guard = self._guard
         request_hash = hash_payload([self.data, request["args"]])
         if self.sent_for.get(method, request_hash) != request_hash:
             raise PrivacyError(
@@ -228,6 +227,12 @@ class Site:
         (client,) = self.engine.clients.values()
         return client
 
+    @property
+    def _guard(self) -> Guard:
+        """Return the guard of this run's answers, which every site has."""
+        assert self.engine.guard is not None
+        return self.engine.guard
+
     def _modes(self) -> list[bool]:
         """Return for each module of the client's model whether it is in training mode."""
         return [part.training for part in self.client.model.modules()]
@@ -282,12 +287,12 @@ class Site:
             self.unseen = None if state["unseen"] is None else tuple(state["unseen"])
 
     def _load_sent(self) -> None:
-        """Give the guard the answers that this run asks for once and has been sent.
+        """Read this site's earlier answers to methods of `Algorithm.once`, if there are any.
 
-        They outlast rounds that the server rolls back.
+        The guard gets the answers, and `sent_for` the hashes of their requests. Both outlast rounds
+        that the server rolls back.
         """
-        guard = self.engine.guard
-        assert guard is not None
+        guard = self._guard
         self.sent_for = {}
         if self._sent.exists():
             state, _ = checkpoint.read_checkpoint(self._sent, torch.device("cpu"))
@@ -414,8 +419,7 @@ class Site:
         for text, count in account.released.items():
             if Description.read(text).mechanism != NOTHING:
                 client.released[text] = max(count, client.released.get(text, 0))
-        guard = self.engine.guard
-        assert guard is not None
+        guard = self._guard
         guard.open_releases = {}
         if self.budget is not None:
             elsewhere = merge_accounts(*(other.released for other in runs.values()))
@@ -429,8 +433,7 @@ class Site:
             before: The client's releases before the call.
             method: The method that was called.
         """
-        guard = self.engine.guard
-        assert guard is not None
+        guard = self._guard
         more = dict(guard.open_releases)
         for text, count in self.client.released.items():
             if count > before.get(text, 0):
