@@ -94,24 +94,39 @@ def queue(
         ConfigError: There is no such variant.
     """
     spec = ComparisonSpec.of(read_toml(suite), "", seeds, list(settings), [], {})
-    configurations = {
-        name: replace(config, data=replace(config.data, source=find_source(config, data)))
-        for name, config in spec.configurations().items()
-    }
+    wanted = [split_rounds(row) for row in rows or spec.variants]
+    for name, _ in wanted:
+        if name not in spec.variants:
+            raise ConfigError(f"{suite} has no variant {name!r}: {', '.join(spec.variants)}")
+    # Settings may be of fields that variants outside the queue do not have.
+    queued = replace(spec, variants={name: spec.variants[name] for name, _ in wanted})
+    configurations = queued.configurations()
     found = []
-    for wanted in rows or list(configurations):
-        name, _, rounds = wanted.rpartition("@") if "@" in wanted else (wanted, "", "")
-        if name not in configurations:
-            raise ConfigError(f"{suite} has no variant {name!r}: {', '.join(configurations)}")
+    for name, rounds in wanted:
         config = configurations[name]
-        if rounds:
-            config = replace(config, rounds=int(rounds))
+        config = replace(config, data=replace(config.data, source=find_source(config, data)))
+        if rounds is not None:
+            config = replace(config, rounds=rounds)
         row = f"{suite.stem}: {name}"
         slug = re.sub(r"[^a-z0-9.=]+", "-", row.lower()).strip("-")
         for seed in parse_seeds(seeds) if seeds else spec.seeds:
             folder = None if runs is None else runs / slug / f"seed-{seed}"
             found.append(QueuedRun(row, replace(config, seed=seed), folder))
     return found
+
+
+def split_rounds(row: str) -> tuple[str, int | None]:
+    """Return the variant of VARIANT[@ROUNDS], and its number of rounds or None.
+
+    Raises:
+        ConfigError: What follows the last @ is not a positive number.
+    """
+    name, at, rounds = row.rpartition("@")
+    if not at:
+        return row, None
+    if not rounds.isdecimal() or int(rounds) < 1:
+        raise ConfigError(f"{row!r}: write VARIANT@ROUNDS such as {name}@10")
+    return name, int(rounds)
 
 
 def find_source(config: Config, data: Path) -> str:

@@ -48,6 +48,8 @@ def test_the_queue_has_every_row_with_every_seed(suite: Path, tmp_path: Path) ->
     assert runs[0].folder == tmp_path / "runs" / "small-other" / "seed-0"
     with pytest.raises(ConfigError, match="no variant 'absent': alone, other"):
         paper_tables.queue(suite, ["absent@2"], None, [], tmp_path, None)
+    with pytest.raises(ConfigError, match="write VARIANT@ROUNDS such as other@10"):
+        paper_tables.queue(suite, ["other@seven"], None, [], tmp_path, None)
     suite.write_text(SUITE.replace('"digits"', '"npz:cifar100.npz"'))
     (run, *_) = paper_tables.queue(suite, [], "5", [], tmp_path / "data", None)
     assert run.config.data.source == f"npz:{tmp_path / 'data' / 'cifar100.npz'}"
@@ -55,6 +57,16 @@ def test_the_queue_has_every_row_with_every_seed(suite: Path, tmp_path: Path) ->
     assert stored.settings["data.source"] == "npz:cifar100.npz", "no path of this machine is stored"
     assert not {"data.root", "seed", "device"} & stored.settings.keys()
     assert run.folder is None
+
+
+def test_a_setting_need_only_be_known_to_the_variants_in_the_queue(
+    suite: Path, tmp_path: Path
+) -> None:
+    suite.write_text(SUITE + '"averaged" = ["algorithm.name=fedavg"]\n')
+    (run,) = paper_tables.queue(suite, ["alone"], "0", ["algorithm.tau=0.5"], tmp_path, None)
+    assert store_run("a", run.config, []).settings["algorithm.tau"] == 0.5
+    with pytest.raises(ConfigError, match="variant 'averaged': unknown key"):
+        paper_tables.queue(suite, ["averaged"], "0", ["algorithm.tau=0.5"], tmp_path, None)
 
 
 def test_a_run_stops_in_time_and_goes_on(suite: Path, tmp_path: Path) -> None:
