@@ -118,7 +118,7 @@ def overview() -> Table:
         return accuracy(RECIPES / f"{name}.jsonl", name, "global", 14)
 
     def moments(alpha: str) -> str:
-        row = f"paper-levels: moments, epsilon 8, logits of components, partition.alpha={alpha}"
+        row = f"paper-levels: moments, epsilon 8, partition.alpha={alpha}"
         return f"{accuracy(levels, row, 'global', 5)} after 5"
 
     def published(alpha: str) -> str:
@@ -134,7 +134,7 @@ def overview() -> Table:
     central = accuracy(averaging, "averaging: central, partition.alpha=1.0", "global", 50)
     dffke = "averaging: dffke, partition.alpha=0.1"
     private = group_by_row(read_stored_runs(levels))[
-        "paper-levels: moments, epsilon 8, logits of components, partition.alpha=1.0"
+        "paper-levels: moments, epsilon 8, partition.alpha=1.0"
     ]
     once = (
         fmean(run.total("bytes") or 0.0 for run in private) / private[0].settings["clients"] / 1e6
