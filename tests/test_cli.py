@@ -51,6 +51,19 @@ def run(few_images: None, quick_run: tuple[Path, str], tmp_path: Path) -> Path:
     return Path(shutil.copytree(quick_run[0], tmp_path / "run"))
 
 
+def test_a_file_of_an_older_version_is_read_and_says_how_it_is_written_today(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text('[algorithm]\nname = "dffke"\nembeddings = "noise"\n')
+    assert main(["show", "config", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert 'reveal = "nothing"' in printed.out
+    assert printed.err == (
+        f'{file}: embeddings = "noise" is of an older version; today it is reveal = "nothing"\n'
+    )
+
+
 def test_a_run_prints_a_table_and_leaves_a_folder(
     quick_run: tuple[Path, str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,14 @@ from barter.core.images import Spec
 from barter.data.partition import Iid
 from barter.engines import forks
 from barter.runs.tables import closing_table
-from barter.setup.config import Config, read_toml, resolve, to_toml, with_settings
+from barter.setup.config import (
+    Config,
+    present_spelling,
+    read_toml,
+    resolve,
+    to_toml,
+    with_settings,
+)
 from tests.conftest import (
     federation,
     perceptrons,
@@ -295,6 +302,16 @@ def test_a_run_with_the_former_name_of_a_field_is_resumed(
         type(method).preset("paper", {"participation": 0.5})
     with pytest.raises(ConfigError, match=r"it is called 'algorithm.fraction' now"):
         with_settings({"algorithm": {"name": "dffke"}}, ["algorithm.participation=0.5"])
+    spelled = {"name": "dffke", "embeddings": "noise", "participation": 0.5, "share": 0.1}
+    assert present_spelling({"algorithm": spelled}) == (
+        'embeddings = "noise", participation = 0.5',
+        'fraction = 0.5, reveal = "nothing"',
+    )
+    assert present_spelling({"algorithm": {"name": "dffke", "embeddings": "clean"}}) == (
+        'embeddings = "clean"',
+        "",
+    )
+    assert present_spelling({"rounds": 3}) is None
     with pytest.raises(ConfigError, match=r"participation is called fraction now"):
         resolve({"algorithm": {"name": "dffke", "participation": 0.5, "fraction": 0.5}})
 

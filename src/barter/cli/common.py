@@ -13,7 +13,7 @@ from rich.console import Console
 
 from barter.core.errors import ConfigError, install_command
 from barter.runs.folder import Which
-from barter.setup.config import read_toml, with_settings
+from barter.setup.config import present_spelling, read_toml, with_settings
 
 __all__ = [
     "EXTRAS",
@@ -75,6 +75,7 @@ def open_config(config: Path) -> dict[str, Any]:
     """Return a configuration file's values; add its folder to the import path.
 
     So module:Class in a configuration is also found next to the file, after everything else.
+    Prints how fields of an older version are written today.
 
     Raises:
         ConfigError: The file is missing, cannot be read, or is not TOML.
@@ -83,6 +84,11 @@ def open_config(config: Path) -> dict[str, Any]:
     folder = str(config.parent.absolute())
     if folder not in sys.path:
         sys.path.append(folder)
+    spelling = present_spelling(values)
+    if spelling is not None:
+        former, present = spelling
+        today = f"today it is {present}" if present else "it is not needed any more"
+        sys.stderr.write(f"{config}: {former} is of an older version; {today}\n")
     return values
 
 

@@ -51,6 +51,7 @@ __all__ = [
     "find_partition",
     "first_difference",
     "parse_toml",
+    "present_spelling",
     "read_run_values",
     "read_toml",
     "resolve",
@@ -696,6 +697,40 @@ def describe_wire(config: Config) -> str:
     if config.network.enabled:
         return f"{text} (default over [network]; wire.profile=exact sends exact values)"
     return text
+
+
+def present_spelling(tree: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return how a file of an older version writes fields of its algorithm, and how this one does.
+
+    Both are lines of TOML, joined by commas. The second is empty if the fields have no successor.
+    None if the file has no former field; `resolve` reports what is wrong with it otherwise.
+
+    >>> present_spelling({"algorithm": {"name": "dffke", "embeddings": "noise"}})
+    ('embeddings = "noise"', 'reveal = "nothing"')
+    >>> present_spelling({"algorithm": {"name": "dffke", "reveal": "nothing"}})
+    """
+    given = tree.get("algorithm", {})
+    if not isinstance(given, Mapping):
+        return None
+    name = given.get("name", TABLES["algorithm"]["name"])
+    if not isinstance(name, str):
+        return None
+    kind = find_algorithm(name)
+    present = kind.upgrade(given)
+    former = only_in(given, present)
+    if not former:
+        return None
+    return inline_toml(former), inline_toml(only_in(present, given))
+
+
+def only_in(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of one mapping that another lacks or has with another value."""
+    return {key: value for key, value in one.items() if key not in other or other[key] != value}
+
+
+def inline_toml(values: Mapping[str, Any]) -> str:
+    """Return values as TOML in one line, separated by commas."""
+    return ", ".join(tomli_w.dumps(values).splitlines())
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
