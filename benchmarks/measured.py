@@ -439,6 +439,33 @@ def decoded_images() -> Table:
     return table
 
 
+def copy_interval() -> Table:
+    """Return how far rates of copies vary by chance, and how often their intervals hold."""
+    table = [
+        [
+            "average of",
+            "private images that are a nearest one",
+            "effective number",
+            "standard deviation of the rate",
+            "the interval holds",
+            "if it counted all 2,000",
+        ]
+    ]
+    for row in stored("copy-interval.json"):
+        images = "1 image" if row["averaged"] == 1 else f"{row['averaged']} images"
+        shares = (f"{100 * row[key]:.1f} %" for key in ("covered", "covered_by_images"))
+        table.append(
+            [
+                images,
+                f"{row['nearest']:,}",
+                f"{row['effective']:.0f}",
+                f"{100 * row['deviation']:.1f}",
+                *shares,
+            ]
+        )
+    return table
+
+
 def _clients_rows(file: str) -> list[dict[str, Any]]:
     """Return the rows of a measurement by number of clients, by method and number."""
     rows: list[dict[str, Any]] = stored(file)["rows"]
@@ -880,6 +907,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "privacy-epsilon": epsilon,
     "private-statistics": private_statistics,
     "decoded-images": decoded_images,
+    "copy-interval": copy_interval,
     "adversaries-digits": lambda: adversarial_clients("digits"),
     "adversaries-fashion": lambda: adversarial_clients("fashion"),
     "clients-cpu": clients_cpu,

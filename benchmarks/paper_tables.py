@@ -203,18 +203,18 @@ def is_finished(run: QueuedRun, out: Path, copies: bool) -> bool:
 def copy_columns(results: Sequence[Result], n_rounds: int) -> dict[str, list[float | None]]:
     """Return the rates of copies as columns of a curve, which are empty before the last round.
 
-    They are empty in the last round, too, where no client made images from a part of its own.
+    They are empty in the last round, too, where no client made images from a part of its own. The
+    limits of the 95 % interval have columns of their own, such as "copies-from".
     """
-    rates = {
-        result.attack: round(result.values["copies"], 4)
-        for result in results
-        if "copies" in result.values
-    }
     before: list[float | None] = [None] * (n_rounds - 1)
-    return {
-        "copies": [*before, rates.get(NEAREST_BY_PIXELS)],
-        "copies-features": [*before, rates.get(NEAREST_BY_FEATURES)],
-    }
+    found = {result.attack: result.values for result in results}
+    columns = {}
+    for name, attack in (("copies", NEAREST_BY_PIXELS), ("copies-features", NEAREST_BY_FEATURES)):
+        values = found.get(attack, {})
+        for column, key in ((name, "copies"), (f"{name}-from", "from"), (f"{name}-to", "to")):
+            last = round(values[key], 4) if key in values else None
+            columns[column] = [*before, last]
+    return columns
 
 
 def run_queue(

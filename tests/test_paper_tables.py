@@ -125,6 +125,10 @@ def test_the_copy_test_follows_the_last_round(suite: Path, tmp_path: Path) -> No
         # Decoded from single embeddings of half of the images; chance is 0.5.
         assert last is not None
         assert 0.5 < last <= 1
+        low, high = (exchange.curve[f"{metric}-{end}"][1] for end in ("from", "to"))
+        assert low is not None
+        assert high is not None
+        assert low < last <= high
     assert alone.curve["copies"] == [None], "local training makes no images"
 
 

@@ -65,25 +65,49 @@ def measure_copies(experiment: Experiment) -> list[Result]:
     if not values[NEAREST_BY_PIXELS]:
         why = "no synthetic images were made from a part of a client's images"
         return [Result("copies", NEAREST_BY_PIXELS, note=why)]
-    return [mean_result("copies", name, by_client) for name, by_client in values.items()]
+    return [_mean_over_clients(name, by_client) for name, by_client in values.items()]
 
 
 def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, float]:
     """Return how often the nearest image is an offered one, with its 95 % interval.
 
+    Chance decides for each private image, and not for each synthetic one, whether it was offered.
+    Blurred images share few nearest private ones, so that their rate varies more by chance. The
+    interval therefore has Kish's effective number of observations, (Σ c)² / Σ c², where c is the
+    number of synthetic images that have the same nearest private one.
+
     Args:
         nearest: For every synthetic image, the index of the nearest private image.
         offered: Indices of the offered images.
         n_private: Number of private images.
+
+    Returns:
+        "copies", its interval "from" and "to", the rate by "chance", and the "effective" number.
     """
-    hits = int(_offered_mask(offered, n_private)[nearest].sum())
-    low, high = wilson_interval(hits, len(nearest))
+    rate = float(_offered_mask(offered, n_private)[nearest].float().mean())
+    counts = torch.bincount(nearest, minlength=n_private).double()
+    effective = float(counts.sum() ** 2 / counts.square().sum())
+    low, high = wilson_interval(rate, effective)
     return {
-        "copies": hits / len(nearest),
+        "copies": rate,
         "from": low,
         "to": high,
         "chance": len(offered) / n_private,
+        "effective": effective,
     }
+
+
+def _mean_over_clients(attack: str, clients: dict[int, dict[str, float]]) -> Result:
+    """Return the mean of copy rates over clients, with the interval of this mean.
+
+    Clients have equal weights, so that the variance of the mean is that of K² / Σ 1/n observations,
+    where n is a client's effective number and K the number of clients.
+    """
+    result = mean_result("copies", attack, clients)
+    effective = len(clients) ** 2 / sum(1 / values["effective"] for values in clients.values())
+    low, high = wilson_interval(result.values["copies"], effective)
+    result.values.update({"from": low, "to": high, "effective": effective})
+    return result
 
 
 def _offered_mask(offered: Tensor, n_private: int) -> Tensor:
@@ -93,13 +117,15 @@ def _offered_mask(offered: Tensor, n_private: int) -> Tensor:
     return mask
 
 
-def wilson_interval(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(share: float, trials: float, confidence: float = 0.95) -> tuple[float, float]:
     """Return Wilson's score interval of a proportion, as lower and upper limit.
 
-    There must be at least one trial.
+    Args:
+        share: The proportion.
+        trials: The number of trials, which may be an effective one; at least one.
+        confidence: The confidence.
     """
     z = float(ndtri((1 + confidence) / 2))
-    share = hits / trials
     scale = 1 + z * z / trials
     center = (share + z * z / (2 * trials)) / scale
     margin = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / scale

@@ -16,7 +16,9 @@ QUESTIONS = {
     "inversion": "Reconstructed images: PSNR in decibels and SSIM (higher is nearer), and how often "
     "the client's nearest image is the original",
     "copies": "Copies: how often the private image nearest to a synthetic one is among those that "
-    "were offered, with its 95 % interval; by chance it is as often as images were offered. PSNR of "
+    "were offered, with its 95 % interval, which counts a private image once however many synthetic "
+    "ones are nearest to it (their effective number); by chance it is as often as images were "
+    "offered. PSNR of "
     "private images with the synthetic image most like them, for offered images and for others",
     "membership": "Membership inference: training images of clients against images of no client",
     "labels": "Label inference: correct labels, and the L1 error of class frequencies (0 to 2)",
@@ -31,6 +33,7 @@ VALUE_FORMATS = {
     "from": "{:.1%}",
     "to": "{:.1%}",
     "chance": "{:.1%}",
+    "effective": "{:.0f}",
     "auc": "{:.3f}",
     "error": "{:.3f}",
     "tpr_1.0%": "{:.1%}",
