@@ -446,9 +446,9 @@ def copy_interval() -> Table:
             "average of",
             "private images that are a nearest one",
             "effective number",
-            "standard deviation of the rate",
-            "the interval holds",
-            "if it counted all 2,000",
+            "standard deviation, points",
+            "the interval contains chance",
+            "one that counts all 2,000 images",
         ]
     ]
     for row in stored("copy-interval.json"):

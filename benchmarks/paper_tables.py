@@ -91,10 +91,12 @@ def queue(
         runs: The folder for the runs; None for runs without checkpoints.
 
     Raises:
-        ConfigError: There is no such variant.
+        ConfigError: There is no such variant, its number of rounds is malformed, or a setting is
+            invalid.
     """
     spec = ComparisonSpec.of(read_toml(suite), "", seeds, list(settings), [], {})
-    wanted = [split_rounds(row) for row in rows or spec.variants]
+    every: list[tuple[str, int | None]] = [(name, None) for name in spec.variants]
+    wanted = [split_rounds(row) for row in rows] or every
     for name, _ in wanted:
         if name not in spec.variants:
             raise ConfigError(f"{suite} has no variant {name!r}: {', '.join(spec.variants)}")

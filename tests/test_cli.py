@@ -60,8 +60,18 @@ def test_a_file_of_an_older_version_is_read_and_says_how_it_is_written_today(
     printed = capsys.readouterr()
     assert 'reveal = "nothing"' in printed.out
     assert printed.err == (
-        f'{file}: embeddings = "noise" is of an older version; today it is reveal = "nothing"\n'
+        f'{file} is of an older version: replace embeddings = "noise" by reveal = "nothing"\n'
     )
+    file.write_text('[algorithm]\nname = "dffke"\ndocking_weight_decay = 0.001\n')
+    assert main(["show", "config", str(file)]) == 0
+    assert capsys.readouterr().err == (
+        f"{file} is of an older version: remove docking_weight_decay = 0.001\n"
+    )
+    # Fields of an algorithm that is not run are nobody's concern.
+    assert main(["show", "config", str(file), "--algorithm", "fedavg"]) == 0
+    file.write_text('[algorithm]\nname = "absent.module:Method"\nparticipation = 0.5\n')
+    assert main(["show", "config", str(file), "--algorithm", "fedavg"]) == 0
+    assert not capsys.readouterr().err
 
 
 def test_a_run_prints_a_table_and_leaves_a_folder(

@@ -312,6 +312,8 @@ def test_a_run_with_the_former_name_of_a_field_is_resumed(
         "",
     )
     assert present_spelling({"rounds": 3}) is None
+    assert present_spelling({"algorithm": "dffke"}) is None
+    assert present_spelling({"algorithm": {**spelled, "fraction": 0.5}}) is None, "see `resolve`"
     with pytest.raises(ConfigError, match=r"participation is called fraction now"):
         resolve({"algorithm": {"name": "dffke", "participation": 0.5, "fraction": 0.5}})
 

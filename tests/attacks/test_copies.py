@@ -17,6 +17,8 @@ def test_the_interval_of_a_proportion() -> None:
     assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert wilson_interval(0, 10)[0] == 0
     assert wilson_interval(1, 10)[1] == pytest.approx(1)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        wilson_interval(8, 10)
 
 
 def test_the_nearest_image_ignores_brightness_and_contrast() -> None:

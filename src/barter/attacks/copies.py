@@ -84,7 +84,7 @@ def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, flo
     Returns:
         "copies", its interval "from" and "to", the rate by "chance", and the "effective" number.
     """
-    rate = float(_offered_mask(offered, n_private)[nearest].float().mean())
+    rate = float(_offered_mask(offered, n_private)[nearest].double().mean())
     counts = torch.bincount(nearest, minlength=n_private).double()
     effective = float(counts.sum() ** 2 / counts.square().sum())
     low, high = wilson_interval(rate, effective)
@@ -121,10 +121,12 @@ def wilson_interval(share: float, trials: float, confidence: float = 0.95) -> tu
     """Return Wilson's score interval of a proportion, as lower and upper limit.
 
     Args:
-        share: The proportion.
+        share: The proportion, from 0 to 1.
         trials: The number of trials, which may be an effective one; at least one.
         confidence: The confidence.
     """
+    if not 0 <= share <= 1:
+        raise ValueError(f"share={share}: a proportion is from 0 to 1")
     z = float(ndtri((1 + confidence) / 2))
     scale = 1 + z * z / trials
     center = (share + z * z / (2 * trials)) / scale

@@ -16,9 +16,8 @@ QUESTIONS = {
     "inversion": "Reconstructed images: PSNR in decibels and SSIM (higher is nearer), and how often "
     "the client's nearest image is the original",
     "copies": "Copies: how often the private image nearest to a synthetic one is among those that "
-    "were offered, with its 95 % interval, which counts a private image once however many synthetic "
-    "ones are nearest to it (their effective number); by chance it is as often as images were "
-    "offered. PSNR of "
+    "were offered, with its 95 % interval, which allows for synthetic images that share a nearest "
+    "one (their effective number); by chance it is as often as images were offered. PSNR of "
     "private images with the synthetic image most like them, for offered images and for others",
     "membership": "Membership inference: training images of clients against images of no client",
     "labels": "Label inference: correct labels, and the L1 error of class frequencies (0 to 2)",

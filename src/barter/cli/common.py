@@ -62,20 +62,29 @@ def requested_values(
 ) -> dict[str, Any]:
     """Return a configuration file's plain values, changed by --algorithm and --set.
 
-    Without a file they are those options alone. --set wins over --algorithm.
+    Without a file they are those options alone. --set wins over --algorithm. Prints how fields of
+    the algorithm that were renamed are written today.
 
     Raises:
         ConfigError: The file cannot be read, or a setting is malformed or unknown.
     """
     first = [] if algorithm is None else [f"algorithm.name={algorithm}"]
-    return with_settings({} if config is None else open_config(config), [*first, *(settings or [])])
+    chosen = [*first, *(settings or [])]
+    if config is None:
+        return with_settings({}, chosen)
+    values = with_settings(open_config(config), chosen)
+    spelling = present_spelling(values)
+    if spelling is not None:
+        former, present = spelling
+        what = f"replace {former} by {present}" if present else f"remove {former}"
+        sys.stderr.write(f"{config} is of an older version: {what}\n")
+    return values
 
 
 def open_config(config: Path) -> dict[str, Any]:
     """Return a configuration file's values; add its folder to the import path.
 
     So module:Class in a configuration is also found next to the file, after everything else.
-    Prints how fields of an older version are written today.
 
     Raises:
         ConfigError: The file is missing, cannot be read, or is not TOML.
@@ -84,11 +93,6 @@ def open_config(config: Path) -> dict[str, Any]:
     folder = str(config.parent.absolute())
     if folder not in sys.path:
         sys.path.append(folder)
-    spelling = present_spelling(values)
-    if spelling is not None:
-        former, present = spelling
-        today = f"today it is {present}" if present else "it is not needed any more"
-        sys.stderr.write(f"{config}: {former} is of an older version; {today}\n")
     return values
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from barter.core.images import Spec, channel_statistics
 from barter.core.model import Classifier, SplitClassifier
+from barter.core.resampling import average_cells, resize_bilinear
 from barter.models.generators import decoder_side
 
 __all__ = ["FilterBank", "filters"]
@@ -73,14 +74,13 @@ class FilterBank(nn.Module):
         mean, std = channel_statistics(self.spec, x.device)
         pixels = (x.float() * std + mean).clamp(0, 1)
         if pixels.shape[-2:] != (self.side, self.side):
-            size = (self.side, self.side)
-            pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
+            pixels = resize_bilinear(pixels, (self.side, self.side), antialias=True)
         grey = pixels.mean(1, keepdim=True)
         waves = F.conv2d(grey, self.kernels, padding=KERNEL // 2)
         real, imaginary = waves.chunk(2, 1)
         magnitudes = (real.square() + imaginary.square() + ROOT_EPSILON**2).sqrt()
-        edges = MAGNITUDE_WEIGHT * F.adaptive_avg_pool2d(magnitudes, EDGE_CELLS).flatten(1)
-        colours = F.adaptive_avg_pool2d(pixels, COLOUR_CELLS).flatten(1)
+        edges = MAGNITUDE_WEIGHT * average_cells(magnitudes, EDGE_CELLS).flatten(1)
+        colours = average_cells(pixels, COLOUR_CELLS).flatten(1)
         return (torch.cat([edges, colours], 1) + ROOT_EPSILON).sqrt()
 
 

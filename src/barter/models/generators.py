@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from barter.compute import lanes
 from barter.core.images import Spec, channel_statistics
 from barter.core.payload import State
+from barter.core.resampling import resize_bilinear
 
 __all__ = [
     "Decoder",
@@ -178,7 +179,7 @@ def resize_images(images: Tensor, spec: Spec) -> Tensor:
     """
     if images.shape[-2:] == spec.shape[1:]:
         return images
-    return F.interpolate(images, spec.shape[1:], mode="bilinear")
+    return resize_bilinear(images, (spec.height, spec.width))
 
 
 class LabelGenerator(nn.Module):

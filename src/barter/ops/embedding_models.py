@@ -19,6 +19,7 @@ from torch import Tensor
 
 from barter.core.contracts import Counts, Halves, Within
 from barter.core.errors import ConfigError
+from barter.core.resampling import sum_rows
 
 __all__ = [
     "ClassGaussians",
@@ -253,7 +254,7 @@ def _signed_square(roots: Tensor, nonnegative: bool) -> Tensor:
 
 def _class_means(rows: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Return the mean row of each class; zeros for classes without rows."""
-    sums = rows.new_zeros(classes, *rows.shape[1:]).index_add_(0, labels, rows)
+    sums = sum_rows(rows, labels, classes)
     counts = torch.bincount(labels, minlength=classes).clamp_min(1)
     return sums / counts.view(-1, *[1] * (rows.ndim - 1))
 

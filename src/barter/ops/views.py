@@ -6,12 +6,12 @@ import math
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from barter.core.evaluation import predict
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
+from barter.core.resampling import sample_boxes
 from barter.models.generators import decoder_side, resize_images
 
 __all__ = [
@@ -103,10 +103,7 @@ def extract_views(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tens
         center = (1 - side) * (2 * position / (parts - 1) - 1)
         offsets = (2 * torch.arange(pixels, device=images.device) + 1) / pixels - 1
         coordinates.append(center[:, None] + side[:, None] * offsets)
-    x = coordinates[0][:, None, :].expand(-1, spec.height, -1)
-    y = coordinates[1][:, :, None].expand(-1, -1, spec.width)
-    grid = torch.stack([x, y], 3)
-    sampled = F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
+    sampled = sample_boxes(images.float(), x=coordinates[0], y=coordinates[1])
     return sampled.contiguous(memory_format=torch.channels_last)
 
 

@@ -20,6 +20,7 @@ from barter.core.errors import ConfigError
 from barter.core.nodes import Client
 from barter.core.params import Positive, check_fields
 from barter.core.payload import Payload, leaves
+from barter.core.resampling import sum_rows
 from barter.privacy import account
 from barter.privacy.account import Release
 from barter.privacy.noise import Source
@@ -365,8 +366,7 @@ class ClassMeans(Mechanism):
         """
         clipped = Gaussian(self.clip).clip_rows(rows)
         with_size = torch.cat([clipped, torch.full_like(clipped[:, :1], self.clip)], 1)
-        zeros = with_size.new_zeros(classes, with_size.shape[1])
-        return zeros.index_add_(0, labels, with_size)
+        return sum_rows(with_size, labels, classes)
 
     def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
         assert self.noise is not None

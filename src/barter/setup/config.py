@@ -702,21 +702,23 @@ def describe_wire(config: Config) -> str:
 def present_spelling(tree: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return how a file of an older version writes fields of its algorithm, and how this one does.
 
-    Both are lines of TOML, joined by commas. The second is empty if the fields have no successor.
-    None if the file has no former field; `resolve` reports what is wrong with it otherwise.
+    Both are lines of TOML in alphabetical order, joined by commas. The second is empty if nothing
+    takes the fields' place. None if there is no such field, if the algorithm is not registered, or
+    if something is wrong that `resolve` reports.
 
     >>> present_spelling({"algorithm": {"name": "dffke", "embeddings": "noise"}})
     ('embeddings = "noise"', 'reveal = "nothing"')
     >>> present_spelling({"algorithm": {"name": "dffke", "reveal": "nothing"}})
     """
     given = tree.get("algorithm", {})
-    if not isinstance(given, Mapping):
+    kind = _registered(given)
+    if kind is None or not isinstance(given, Mapping):
         return None
-    name = given.get("name", TABLES["algorithm"]["name"])
-    if not isinstance(name, str):
+    try:
+        upgraded = kind.upgrade(given)
+    except ConfigError:
         return None
-    kind = find_algorithm(name)
-    present = kind.upgrade(given)
+    present = {key: value for key, value in upgraded.items() if key not in kind.retired}
     former = only_in(given, present)
     if not former:
         return None
@@ -730,7 +732,7 @@ def only_in(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 def inline_toml(values: Mapping[str, Any]) -> str:
     """Return values as TOML in one line, separated by commas."""
-    return ", ".join(tomli_w.dumps(values).splitlines())
+    return ", ".join(tomli_w.dumps(dict(sorted(values.items()))).splitlines())
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
