@@ -7,9 +7,10 @@
 A suite is a file for `barter compare` (benchmarks/suites); its variants are the rows, and VARIANT@N
 runs N rounds of one. Rows are run in this order, each with every seed and in a process of its own,
 --jobs at a time. On one GPU, several at a time need CUDA's MPS, and memory for all of them: DFFKE
-with ten ResNet-18 clients at 64 pixels needs up to 53 GiB. The same command continues where the
-last one stopped: finished runs are skipped, interrupted ones resume after their last round. No
-round is begun that would probably end after --seconds.
+needs up to 53 GiB with ten ResNet-18 clients at 64 pixels or ten architectures at 128, `moments` with
+ResNet-18 about 10. The same command continues where the last one stopped: finished runs are
+skipped, interrupted ones resume after their last round. No round is begun that would probably end
+after --seconds.
 
 Curves are written to --out after every round, one line per run as in `barter.recipes.stored`, and
 the row's name is "SUITE: VARIANT". Lines of other runs in that file stay, and a shorter curve never
