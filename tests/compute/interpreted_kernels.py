@@ -20,12 +20,17 @@ WINDOWS = [(3, 2, 1, False), (3, 2, 0, True), (3, 1, 1, True), (2, 2, 0, True), 
 
 @pytest.fixture(autouse=True)
 def integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 makes an integer of an array with one element, which numpy 2.4 refuses unless it has no dimension."""
+    """Make an integer of an array with one element.
+
+    Triton does so in a way that numpy 2.4 refuses unless the array has no dimension. Triton 3.3 patches
+    tensors without a scope, and is not combined with such a numpy.
+    """
     original = interpreter._patch_lang_tensor
 
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+    def patched(tensor: Any, *scopes: Any) -> None:
+        original(tensor, *scopes)
+        for scope in scopes:
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 

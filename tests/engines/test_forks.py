@@ -220,7 +220,8 @@ def test_memory_that_is_freed_and_taken_again_is_not_fetched_from_the_system_eac
 
     pages = 5 * 3 * 40_000_000 / resource.getpagesize()
     home, _ = work_of({0: faults})[0]
-    assert home < pages / 5
+    # All of them if freed memory were given back. A heap with two holes fetches a third of them.
+    assert home < pages / 2
 
 
 def test_a_payload_that_may_not_go_down_is_that_clients_failure(

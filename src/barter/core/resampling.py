@@ -59,7 +59,7 @@ def average_cells(images: Tensor, cells: int) -> Tensor:
     """
     if not varies(images):
         return F.adaptive_avg_pool2d(images, cells)
-    rows, columns = (averaging_matrix(side, cells, images.device) for side in images.shape[-2:])
+    rows, columns = (pooling_matrix(side, cells, images.device) for side in images.shape[-2:])
     return apply_matrices(rows, images, columns)
 
 
@@ -105,7 +105,7 @@ def resizing_matrix(
     return F.interpolate(unit, size, mode="bilinear", antialias=antialias)[0, 0]
 
 
-def averaging_matrix(side: int, cells: int, device: torch.device) -> Tensor:
+def pooling_matrix(side: int, cells: int, device: torch.device) -> Tensor:
     """Return the matrix (cells, side) that averages a column of pixels over cells."""
     return F.adaptive_avg_pool2d(torch.eye(side, device=device)[None], (cells, side))[0]
 
