@@ -358,9 +358,7 @@ def test_the_published_settings_run_and_keep_no_statistics() -> None:
 @pytest.mark.slow
 def test_the_server_learns_from_the_clients_on_generated_images_alone() -> None:
     settings = {"epochs": 5, "iterations": 15, "global_steps": 5, "samples": 32, "noise": 16}
-    experiment = small_federation(
-        DFRD(base="none", **settings), models="small-mlp", partition="iid"
-    )
+    experiment = federation(DFRD(base="none", **settings), models="small-mlp", partition="iid")
     first, *_, last = [r.server["global"] for r in experiment.rounds(3)]
     assert last > max(0.3, first)
 
@@ -387,7 +385,7 @@ def test_the_rate_of_the_global_model(
 def test_fine_tuning_mends_what_averaging_broke() -> None:
     """Two networks that started from different weights know the digits; their mean does not."""
     algorithm = DFRD(base="fedavg", iterations=10, samples=32, noise=16)
-    experiment = small_federation(algorithm, models="small-cnn", partition="iid", clients=2)
+    experiment = federation(algorithm, models="small-cnn", partition="iid", clients=2)
     server: Any = experiment.server
     torch.manual_seed(0)
     weights = {}
@@ -399,7 +397,7 @@ def test_fine_tuning_mends_what_averaging_broke() -> None:
         weights[k] = isolate(dict(client.model.state_dict()))
     server.model.load_state_dict({at: (w + weights[1][at]) / 2 for at, w in weights[0].items()})
     server.averaged = isolate(dict(server.model.state_dict()))
-    tau, p = label_weights(torch.ones(2, 10), 0.0)
+    tau, p = label_weights(torch.ones(2, 10))
     ensemble, (generator, _) = build_ensemble(server, weights), algorithm.load_generators(server)
     algorithm.play(server, generator, None, ensemble, tau, p)
     algorithm.report_quality(server, generator, ensemble, tau, p)

@@ -25,7 +25,7 @@ from barter.models.generators import Decoder
 from barter.ops.ensemble import class_shares
 from barter.ops.statistics import compare_statistics
 from barter.ops.synthesis import Artist, Ensemble, diversity, generate_from_codes, label_codes
-from tests.conftest import same, small_federation, tiny
+from tests.conftest import federation, same, small_federation, tiny
 
 SPEC = Spec(1, 8, 8, 2, (0.0,), (1.0,))
 TWO: dict[str, Any] = {
@@ -54,8 +54,8 @@ def decoder(width: int) -> Decoder:
         return Decoder(width, SPEC).train()
 
 
-def in_process(algorithm: Any, **options: Any) -> Experiment:
-    experiment = small_federation(algorithm, **options)
+def in_process(algorithm: Any, *, of: Any = small_federation, **options: Any) -> Experiment:
+    experiment: Experiment = of(algorithm, **options)
     experiment.engine.cores = 1
     return experiment
 
@@ -191,7 +191,7 @@ def test_fedftgs_fine_tuning_mends_an_average_of_few_large_clients() -> None:
             "generator_steps": 2,
             "global_lr": rate,
         }
-        (record,) = small_federation(tiny("fedftg", **settings), models="small-cnn").rounds(1)
+        (record,) = federation(tiny("fedftg", **settings), models="small-cnn").rounds(1)
         return record.server["global"]
 
     assert reached(0.01) > reached(1e-30) + 0.05
@@ -305,7 +305,7 @@ def test_dense_draws_what_somebody_has_for_a_network_of_its_own() -> None:
 @pytest.mark.slow
 def test_denses_images_look_inside_like_the_data() -> None:
     experiment = in_process(
-        tiny("dense", epochs=3, student="small-mlp"), models="small-cnn", clients=1
+        tiny("dense", epochs=3, student="small-mlp"), of=federation, models="small-cnn", clients=1
     )
     list(experiment.rounds(1))
 
@@ -336,7 +336,7 @@ def test_denses_server_learns_from_images_that_it_draws() -> None:
         "pool": 1000,
     }
     (record,) = in_process(
-        tiny("dense", **settings), models="small-mlp", clients=2, partition="iid"
+        tiny("dense", **settings), of=federation, models="small-mlp", clients=2, partition="iid"
     ).rounds(1)
     assert record.server["global"] > 0.4
     assert record.server["variety"] > 0.1
@@ -440,7 +440,9 @@ def test_fedzkt_brings_a_client_with_few_images_what_the_others_know() -> None:
         "noise": 32,
     }
     shares = [list(range(500)), list(range(500, 1000)), list(range(1000, 1015))]
-    experiment = in_process(tiny("fedzkt", **settings), models="small-mlp", partition=shares)
+    experiment = in_process(
+        tiny("fedzkt", **settings), of=federation, models="small-mlp", partition=shares
+    )
     (record,) = experiment.rounds(1)
     assert record.server["global"] > 0.3, "from generated images alone"
     assert record.clients[2]["global"] > record.clients[2]["before_global"] + 0.05
@@ -611,7 +613,9 @@ def test_fediod_teaches_the_server_all_classes() -> None:
             "global_lr": 0.02,
         }
         algorithm = tiny("fediod", w_balance=balance, **settings)
-        experiment = in_process(algorithm, models="small-mlp", clients=2, partition="iid")
+        experiment = in_process(
+            algorithm, of=federation, models="small-mlp", clients=2, partition="iid"
+        )
         (record,) = experiment.rounds(1)
         server = cast(Curator, experiment.server)
         with torch.no_grad():
