@@ -30,10 +30,10 @@ from barter.engines import forks
 from barter.runs.tables import closing_table
 from barter.setup.config import (
     Config,
-    present_spelling,
     read_toml,
     resolve,
     to_toml,
+    translate_former_fields,
     with_settings,
 )
 from tests.conftest import (
@@ -303,17 +303,19 @@ def test_a_run_with_the_former_name_of_a_field_is_resumed(
     with pytest.raises(ConfigError, match=r"it is called 'algorithm.fraction' now"):
         with_settings({"algorithm": {"name": "dffke"}}, ["algorithm.participation=0.5"])
     spelled = {"name": "dffke", "embeddings": "noise", "participation": 0.5, "share": 0.1}
-    assert present_spelling({"algorithm": spelled}) == (
+    assert translate_former_fields({"algorithm": spelled}) == (
         'embeddings = "noise", participation = 0.5',
         'fraction = 0.5, reveal = "nothing"',
     )
-    assert present_spelling({"algorithm": {"name": "dffke", "embeddings": "clean"}}) == (
+    assert translate_former_fields({"algorithm": {"name": "dffke", "embeddings": "clean"}}) == (
         'embeddings = "clean"',
         "",
     )
-    assert present_spelling({"rounds": 3}) is None
-    assert present_spelling({"algorithm": "dffke"}) is None
-    assert present_spelling({"algorithm": {**spelled, "fraction": 0.5}}) is None, "see `resolve`"
+    assert translate_former_fields({"rounds": 3}) is None
+    assert translate_former_fields({"algorithm": "dffke"}) is None
+    assert translate_former_fields({"algorithm": {**spelled, "fraction": 0.5}}) is None, (
+        "see `resolve`"
+    )
     with pytest.raises(ConfigError, match=r"participation is called fraction now"):
         resolve({"algorithm": {"name": "dffke", "participation": 0.5, "fraction": 0.5}})
 

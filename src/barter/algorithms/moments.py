@@ -632,9 +632,8 @@ def decode_codes(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
 def blend_with_photographs(images: Tensor, count: int, spec: Spec) -> None:
     """Blend the first images with crops of photographs, in place.
 
-    Each of them becomes a weighted mean of itself and of a crop of its own, with a uniform random
-    weight of its own.
-    Crops are drawn anew in each call.
+    Each of them becomes w x + (1 - w) c, where x is the image. The crop c and the weight w, uniform
+    from 0 to 1, are drawn for each image in each call.
 
     Args:
         images: Images in the decoder's size, normalised as the task's images are.

@@ -69,12 +69,13 @@ def measure_copies(experiment: Experiment) -> list[Result]:
 
 
 def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, float]:
-    """Return how often the nearest image is an offered one, with its 95 % interval.
+    """Return the share of synthetic images whose nearest private image was offered.
 
-    Chance decides for each private image, and not for each synthetic one, whether it was offered.
-    Blurred images share few nearest private ones, so that their rate varies more by chance. The
-    interval therefore has Kish's effective number of observations, (Σ c)² / Σ c², where c is the
-    number of synthetic images that have the same nearest private one.
+    Offered images are those that the client's synthetic images were made from. They are a random
+    part of its images, so private images are the independent observations, and synthetic images
+    are not: blurred ones often have the same nearest private image. Wilson's 95 % interval is
+    therefore that of Kish's effective number of observations, (Σ c)² / Σ c², where c is the number
+    of synthetic images to which a private image is the nearest, and sums are over private images.
 
     Args:
         nearest: For every synthetic image, the index of the nearest private image.
@@ -82,7 +83,8 @@ def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, flo
         n_private: Number of private images.
 
     Returns:
-        "copies", its interval "from" and "to", the rate by "chance", and the "effective" number.
+        The share "copies", its interval "from" and "to", the share of all private images that were
+        offered ("chance"), and the "effective" number.
     """
     rate = float(_offered_mask(offered, n_private)[nearest].double().mean())
     counts = torch.bincount(nearest, minlength=n_private).double()
@@ -100,8 +102,12 @@ def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, flo
 def _mean_over_clients(attack: str, clients: dict[int, dict[str, float]]) -> Result:
     """Return the mean of copy rates over clients, with the interval of this mean.
 
-    Clients have equal weights, so that the variance of the mean is that of K² / Σ 1/n observations,
-    where n is a client's effective number and K the number of clients.
+    Clients have equal weights. If the rates of K clients differ by chance alone, their mean varies
+    as that of K² / Σ 1/n observations, where n is the effective number of each client.
+
+    Args:
+        attack: The name of the attack in the result.
+        clients: What `copy_rate` returned, by client.
     """
     result = mean_result("copies", attack, clients)
     effective = len(clients) ** 2 / sum(1 / values["effective"] for values in clients.values())

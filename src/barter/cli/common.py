@@ -13,7 +13,7 @@ from rich.console import Console
 
 from barter.core.errors import ConfigError, install_command
 from barter.runs.folder import Which
-from barter.setup.config import present_spelling, read_toml, with_settings
+from barter.setup.config import read_toml, translate_former_fields, with_settings
 
 __all__ = [
     "EXTRAS",
@@ -73,7 +73,7 @@ def requested_values(
     if config is None:
         return with_settings({}, chosen)
     values = with_settings(open_config(config), chosen)
-    spelling = present_spelling(values)
+    spelling = translate_former_fields(values)
     if spelling is not None:
         former, present = spelling
         what = f"replace {former} by {present}" if present else f"remove {former}"

@@ -22,7 +22,7 @@ def resize_bilinear(images: Tensor, size: tuple[int, int], *, antialias: bool = 
         size: Height and width of the result.
         antialias: Whether a pixel of smaller images is a mean of all pixels that it covers.
     """
-    if not varies(images):
+    if not gradient_order_varies(images):
         return F.interpolate(images, size, mode="bilinear", antialias=antialias)
     rows, columns = (
         resizing_matrix(before, after, images.device, antialias=antialias)
@@ -32,17 +32,18 @@ def resize_bilinear(images: Tensor, size: tuple[int, int], *, antialias: bool = 
 
 
 def sample_boxes(images: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return the pixels of a box of each image, interpolated bilinearly.
+    """Return a box of each image, interpolated bilinearly (N, C, rows, columns).
 
-    Pixels beyond an edge are those of the edge.
+    A place beyond the image has the value of the image's nearest pixel.
 
     Args:
-        images: The images (N, C, H, W), in full precision.
-        x: Coordinates of the box's columns in each image (N, columns), from -1 at its left edge to
-            1 at its right edge.
-        y: Coordinates of the box's rows (N, rows), from the upper to the lower edge.
+        images: The images (N, C, H, W), in single precision.
+        x: For each image, the places of the box's columns (N, columns): -1 is the image's left
+            border, 1 its right border.
+        y: For each image, the places of the box's rows (N, rows): -1 is the image's upper border,
+            1 its lower border.
     """
-    if not varies(images):
+    if not gradient_order_varies(images):
         grid = torch.stack(
             [x[:, None, :].expand(-1, y.shape[1], -1), y[:, :, None].expand(-1, -1, x.shape[1])], 3
         )
@@ -53,11 +54,15 @@ def sample_boxes(images: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def average_cells(images: Tensor, cells: int) -> Tensor:
-    """Return the means of images over a grid of cells (N, C, cells, cells).
+    """Return the mean of each cell of a grid on each image (N, C, cells, cells).
 
-    Cells overlap if the number of pixels is no multiple of theirs.
+    Cells overlap if an image's height or width is not a multiple of `cells`.
+
+    Args:
+        images: The images (N, C, H, W).
+        cells: Number of cells along each side.
     """
-    if not varies(images):
+    if not gradient_order_varies(images):
         return F.adaptive_avg_pool2d(images, cells)
     rows, columns = (pooling_matrix(side, cells, images.device) for side in images.shape[-2:])
     return apply_matrices(rows, images, columns)
@@ -76,7 +81,7 @@ def sum_rows(rows: Tensor, labels: Tensor, classes: int) -> Tensor:
     return rows.new_zeros(classes, *rows.shape[1:]).index_add_(0, labels, rows)
 
 
-def varies(images: Tensor) -> bool:
+def gradient_order_varies(images: Tensor) -> bool:
     """Return whether torch would add the images' gradient in an order that varies."""
     return images.is_cuda and images.requires_grad
 

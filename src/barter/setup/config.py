@@ -51,12 +51,12 @@ __all__ = [
     "find_partition",
     "first_difference",
     "parse_toml",
-    "present_spelling",
     "read_run_values",
     "read_toml",
     "resolve",
     "to_plain",
     "to_toml",
+    "translate_former_fields",
     "with_defaults",
     "with_settings",
 ]
@@ -699,16 +699,17 @@ def describe_wire(config: Config) -> str:
     return text
 
 
-def present_spelling(tree: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return how a file of an older version writes fields of its algorithm, and how this one does.
+def translate_former_fields(tree: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the fields of a file's algorithm that have changed, and what to write instead.
 
-    Both are lines of TOML in alphabetical order, joined by commas. The second is empty if nothing
-    takes the fields' place. None if there is no such field, if the algorithm is not registered, or
-    if something is wrong that `resolve` reports.
+    Each is one line with TOML's `field = value`, in alphabetical order and separated by commas. The
+    second is empty if the fields have only to be removed. The result is None if nothing has
+    changed, and also for algorithms outside the registry and for files that `resolve` refuses.
 
-    >>> present_spelling({"algorithm": {"name": "dffke", "embeddings": "noise"}})
+    >>> translate_former_fields({"algorithm": {"name": "dffke", "embeddings": "noise"}})
     ('embeddings = "noise"', 'reveal = "nothing"')
-    >>> present_spelling({"algorithm": {"name": "dffke", "reveal": "nothing"}})
+    >>> translate_former_fields({"algorithm": {"name": "dffke", "reveal": "nothing"}}) is None
+    True
     """
     given = tree.get("algorithm", {})
     kind = _registered(given)
