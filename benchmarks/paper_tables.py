@@ -15,7 +15,8 @@ after --seconds.
 Curves are written to --out after every round, one line per run as in `barter.recipes.stored`, and
 the row's name is "SUITE: VARIANT". Lines of other runs in that file stay, and a shorter curve never
 replaces a longer one. DIR holds the npz files that the suite names. With --copies, the copy test of
-`barter attack` follows the last round of a run.
+`barter attack` follows the last round of a run. With --measure, a function is called with the
+experiment after every round; what it returns, numbers by name, are further columns of the curve.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -161,7 +163,9 @@ def store(out: Path, run: StoredRun) -> None:
             write_stored_runs(out, stored.values())
 
 
-def work(run: QueuedRun, out: Path, deadline: float, copies: bool = False) -> None:
+def work(
+    run: QueuedRun, out: Path, deadline: float, copies: bool = False, measure: str = ""
+) -> None:
     """Run rounds until all are done or the next would end after the deadline (Unix time).
 
     Args:
@@ -169,14 +173,23 @@ def work(run: QueuedRun, out: Path, deadline: float, copies: bool = False) -> No
         out: The file of stored runs.
         deadline: The deadline.
         copies: Whether to run the copy test after the last round.
+        measure: MODULE:FUNCTION, called with the experiment after every round; "" for none. Rounds
+            before a run was resumed have no values.
     """
+    measurement = import_function(measure) if measure else None
+    measured: list[dict[str, float]] = []
     begun = run.done > 0
     experiment = Experiment.from_config(run.config, run.folder, resume=begun)
     records = read_records(run.folder) if run.folder is not None and begun else []
     began = time.time()
     for record in experiment.rounds(run.config.rounds, progress=False):
         records.append(record)
-        store(out, store_run(run.row, run.config, records))
+        stored = store_run(run.row, run.config, records)
+        if measurement is not None:
+            measured.append(measurement(experiment))
+            columns = measured_columns(measured, len(records))
+            stored = replace(stored, curve={**stored.curve, **columns})
+        store(out, stored)
         took = time.time() - began
         began = time.time()
         accuracy = record.headline()
@@ -190,6 +203,21 @@ def work(run: QueuedRun, out: Path, deadline: float, copies: bool = False) -> No
         stored = store_run(run.row, run.config, records)
         rates = copy_columns(measure_copies(experiment), len(records))
         store(out, replace(stored, curve={**stored.curve, **rates}))
+
+
+def import_function(name: str) -> Callable[[Experiment], dict[str, float]]:
+    """Import the function of MODULE:FUNCTION."""
+    module, _, function = name.partition(":")
+    found: Callable[[Experiment], dict[str, float]] = getattr(import_module(module), function)
+    return found
+
+
+def measured_columns(
+    measured: Sequence[dict[str, float]], n_rounds: int
+) -> dict[str, list[float | None]]:
+    """Return the values of --measure as columns of a curve; the first rounds may lack them."""
+    before: list[float | None] = [None] * (n_rounds - len(measured))
+    return {name: [*before, *(round(row[name], 4) for row in measured)] for name in measured[-1]}
 
 
 def is_finished(run: QueuedRun, out: Path, copies: bool) -> bool:
@@ -221,7 +249,13 @@ def copy_columns(results: Sequence[Result], n_rounds: int) -> dict[str, list[flo
 
 
 def run_queue(
-    runs: Sequence[QueuedRun], out: Path, deadline: float, least: float, jobs: int, copies: bool
+    runs: Sequence[QueuedRun],
+    out: Path,
+    deadline: float,
+    least: float,
+    jobs: int,
+    copies: bool,
+    measure: str = "",
 ) -> list[str]:
     """Run a queue, each run in a process of its own; return the names of those that failed.
 
@@ -232,6 +266,7 @@ def run_queue(
         least: Seconds that must be left to begin another run.
         jobs: Number of runs at a time.
         copies: Whether to run the copy test after the last round of a run.
+        measure: MODULE:FUNCTION, called with the experiment after every round; "" for none.
     """
     spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used in forked processes.
     waiting = deque(run for run in runs if not is_finished(run, out, copies))
@@ -244,7 +279,9 @@ def run_queue(
                 sys.stdout.write(f"out of time; left from here: {run.state}\n")
                 waiting.clear()
                 break
-            process: BaseProcess = spawn.Process(target=work, args=(run, out, deadline, copies))
+            process: BaseProcess = spawn.Process(
+                target=work, args=(run, out, deadline, copies, measure)
+            )
             process.start()
             active[process.sentinel] = (process, run)
         # Without any process, waiting would never end.
@@ -279,6 +316,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--copies", action="store_true", help="run the copy test after the last round of a run"
     )
+    parser.add_argument(
+        "--measure",
+        default="",
+        metavar="MODULE:FUNCTION",
+        help="call a function with the experiment after every round",
+    )
     parser.add_argument("--list", action="store_true", help="print the queue and run nothing")
     args = parser.parse_args(arguments)
     if args.jobs < 1:
@@ -300,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in runs:
             sys.stdout.write(f"{run.state}\n")
         return 0
-    failed = run_queue(runs, args.out, deadline, args.least, args.jobs, args.copies)
+    failed = run_queue(runs, args.out, deadline, args.least, args.jobs, args.copies, args.measure)
     for name in failed:
         sys.stdout.write(f"failed: {name}\n")
     return 1 if failed else 0
