@@ -30,6 +30,7 @@ from barter.algorithms.dffke import DFFKE, DFFKEClient
 from barter.attacks.overheard import clients_of
 from barter.core.evaluation import predict
 from barter.core.model import Classifier
+from barter.core.record import Round
 from barter.experiment import Experiment
 from barter.models.generators import resize_images
 from barter.ops.fit import Subject
@@ -77,8 +78,12 @@ def blended_loss(
 
 
 @torch.no_grad()
-def measure_exchange(experiment: Experiment) -> dict[str, float]:
-    """Test the clients on images of their peers that were decoded in the last round."""
+def measure_exchange(experiment: Experiment, record: Round) -> dict[str, float]:
+    """Test the clients on images of their peers that were decoded in the last round.
+
+    Clients that keep no images (memory=0) are left out as owners of images. If all are, there are
+    no columns.
+    """
     clients = clients_of(experiment)
     natural: dict[int, Tensor] = {}
     decoded: dict[int, Tensor] = {}
@@ -86,7 +91,8 @@ def measure_exchange(experiment: Experiment) -> dict[str, float]:
     likeness = []
     for k, client in clients.items():
         made = experiment.algorithm.transfer_images(client, experiment.round)
-        assert made is not None, "every client offers images in every round"
+        if made is None:
+            continue
         offered, images = made
         offered, images = offered[:PER_CLIENT], images[:PER_CLIENT].float()
         natural[k] = client.data.batch(offered)
@@ -94,13 +100,16 @@ def measure_exchange(experiment: Experiment) -> dict[str, float]:
         labels[k] = client.data.labels[offered]
         small = F.interpolate(natural[k], images.shape[-2:], mode="area")
         likeness.append(correlate(small, images))
+    if len(natural) < 2:
+        return {}
     columns: dict[str, list[float]] = {"peers-natural": [], "peers-decoded": [], "teachers": []}
     for k, client in clients.items():
         model = client.model.eval()
-        peers = [i for i in clients if i != k]
+        peers = [i for i in natural if i != k]
         columns["peers-natural"].append(accuracy(model, natural, labels, peers))
         columns["peers-decoded"].append(accuracy(model, decoded, labels, peers))
-        columns["teachers"].append(accuracy(model, decoded, labels, [k]))
+        if k in decoded:
+            columns["teachers"].append(accuracy(model, decoded, labels, [k]))
     means = {name: sum(values) / len(values) for name, values in columns.items()}
     return {**means, "likeness": sum(likeness) / len(likeness)}
 

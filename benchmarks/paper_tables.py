@@ -7,16 +7,17 @@
 A suite is a file for `barter compare` (benchmarks/suites); its variants are the rows, and VARIANT@N
 runs N rounds of one. Rows are run in this order, each with every seed and in a process of its own,
 --jobs at a time. On one GPU, several at a time need CUDA's MPS, and memory for all of them: DFFKE
-needs up to 53 GiB with ten ResNet-18 clients at 64 pixels or ten architectures at 128, `moments` with
-ResNet-18 about 10. The same command continues where the last one stopped: finished runs are
-skipped, interrupted ones resume after their last round. No round is begun that would probably end
-after --seconds.
+needs up to 53 GiB with ten ResNet-18 clients at 64 pixels or ten architectures at 128, and 14 with
+five ResNet-18 clients of 4,000 images at 32; `moments` with ResNet-18 needs about 10. The same
+command continues where the last one stopped: finished runs are skipped, interrupted ones resume
+after their last round. No round is begun that would probably end after --seconds.
 
 Curves are written to --out after every round, one line per run as in `barter.recipes.stored`, and
 the row's name is "SUITE: VARIANT". Lines of other runs in that file stay, and a shorter curve never
 replaces a longer one. DIR holds the npz files that the suite names. With --copies, the copy test of
 `barter attack` follows the last round of a run. With --measure, a function is called with the
-experiment after every round; what it returns, numbers by name, are further columns of the curve.
+experiment and the round's record after every round; what it returns, numbers by name, are further
+columns of the curve.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from barter.attacks.copies import NEAREST_BY_FEATURES, NEAREST_BY_PIXELS, measur
 from barter.attacks.result import Result
 from barter.compare.specification import ComparisonSpec, parse_seeds
 from barter.core.errors import BarterError, ConfigError
+from barter.core.record import Round
 from barter.experiment import Experiment
 from barter.recipes.reproduction import store_run
 from barter.recipes.stored import StoredRun, read_stored_runs, write_stored_runs
@@ -173,8 +175,8 @@ def work(
         out: The file of stored runs.
         deadline: The deadline.
         copies: Whether to run the copy test after the last round.
-        measure: MODULE:FUNCTION, called with the experiment after every round; "" for none. Rounds
-            before a run was resumed have no values.
+        measure: MODULE:FUNCTION, called with the experiment and the record after every round; ""
+            for none. Rounds before a run was resumed have no values.
     """
     measurement = import_function(measure) if measure else None
     measured: list[dict[str, float]] = []
@@ -186,7 +188,7 @@ def work(
         records.append(record)
         stored = store_run(run.row, run.config, records)
         if measurement is not None:
-            measured.append(measurement(experiment))
+            measured.append(measurement(experiment, record))
             columns = measured_columns(measured, len(records))
             stored = replace(stored, curve={**stored.curve, **columns})
         store(out, stored)
@@ -205,10 +207,12 @@ def work(
         store(out, replace(stored, curve={**stored.curve, **rates}))
 
 
-def import_function(name: str) -> Callable[[Experiment], dict[str, float]]:
+def import_function(name: str) -> Callable[[Experiment, Round], dict[str, float]]:
     """Import the function of MODULE:FUNCTION."""
     module, _, function = name.partition(":")
-    found: Callable[[Experiment], dict[str, float]] = getattr(import_module(module), function)
+    found: Callable[[Experiment, Round], dict[str, float]] = getattr(
+        import_module(module), function
+    )
     return found
 
 
@@ -217,7 +221,11 @@ def measured_columns(
 ) -> dict[str, list[float | None]]:
     """Return the values of --measure as columns of a curve; the first rounds may lack them."""
     before: list[float | None] = [None] * (n_rounds - len(measured))
-    return {name: [*before, *(round(row[name], 4) for row in measured)] for name in measured[-1]}
+    names = list(dict.fromkeys(name for row in measured for name in row))
+    return {
+        name: [*before, *(round(row[name], 4) if name in row else None for row in measured)]
+        for name in names
+    }
 
 
 def is_finished(run: QueuedRun, out: Path, copies: bool) -> bool:
@@ -266,7 +274,7 @@ def run_queue(
         least: Seconds that must be left to begin another run.
         jobs: Number of runs at a time.
         copies: Whether to run the copy test after the last round of a run.
-        measure: MODULE:FUNCTION, called with the experiment after every round; "" for none.
+        measure: MODULE:FUNCTION as in `work`; "" for none.
     """
     spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used in forked processes.
     waiting = deque(run for run in runs if not is_finished(run, out, copies))
@@ -320,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--measure",
         default="",
         metavar="MODULE:FUNCTION",
-        help="call a function with the experiment after every round",
+        help="call a function with the experiment and the record after every round",
     )
     parser.add_argument("--list", action="store_true", help="print the queue and run nothing")
     args = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ from typing import ClassVar
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Fraction, Positive
+from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
 from barter.core.record import Primary
 from barter.core.robust import Aggregate
@@ -45,6 +45,7 @@ class FedAvg(Algorithm):
     epochs: Count = 5  # E: local epochs
     batch_size: Count = 10  # B: images per step
     lr: Positive = 0.05  # η: learning rate of SGD
+    weight_decay: NonNegative = 0.0  # weight decay of the clients' optimizer
     # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)
     average: Average = "mean"
 
@@ -61,4 +62,9 @@ class FedAvg(Algorithm):
 
     def train(self, client: Client) -> None:
         """Train the client's model on its own data."""
-        fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
+        fit(
+            client,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            recipe=sgd(self.lr, weight_decay=self.weight_decay),
+        )

@@ -111,7 +111,7 @@ class FML(FedAvg):
             partial(fml_loss, client.model, shared, self.alpha, self.beta),
             epochs=self.epochs,
             batch_size=self.batch_size,
-            recipe=recipe_by_name(self.optimizer, self.lr, self.momentum),
+            recipe=recipe_by_name(self.optimizer, self.lr, self.momentum, self.weight_decay),
             also=[shared],
         )
         return shared.state_dict()
