@@ -19,6 +19,7 @@ images that they were decoded from ("peers-natural"). Nobody could do so in a fe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,6 +35,7 @@ from barter.core.record import Round
 from barter.experiment import Experiment
 from barter.models.generators import resize_images
 from barter.ops.fit import Subject
+from barter.ops.statistics import renew_statistics
 from barter.ops.transfer import Lesson
 
 PER_CLIENT = 200  # images of each client that its peers are tested on
@@ -55,6 +57,44 @@ class BlendedExchange(DFFKE):
             )
             for subject in lent
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BridgedExchange(DFFKE):
+    """DFFKE whose students see blends of a natural and a decoded image, with one's target.
+
+    Every image has a part of both kinds, so that a student cannot tell from the kind of an image
+    which classes to expect. The image whose target is learned has the larger part.
+    """
+
+    def _subjects(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> list[Subject]:
+        private, *lent = super()._subjects(client, lessons)
+        assert self.local_review
+        newest = lent[0]
+        return [
+            replace(private, show=partial(show_bridged, private.show, newest.show, newest.rows[0])),
+            *(
+                replace(
+                    subject,
+                    show=partial(show_bridged, subject.show, private.show, private.rows[0]),
+                )
+                for subject in lent
+            ),
+        ]
+
+
+def show_bridged(
+    show: Callable[[Tensor], Tensor],
+    show_other: Callable[[Tensor], Tensor],
+    others: Tensor,
+    images: Tensor,
+) -> Tensor:
+    """Return a network's inputs for images, blended with images of the other kind."""
+    shown = show(images)
+    chosen = torch.randint(len(others), (len(images),), device=others.device)
+    weights = 1 - torch.rand(len(images), device=shown.device) * 0.5
+    weights = weights.view(-1, *[1] * (shown.ndim - 1))
+    return weights * shown + (1 - weights) * show_other(others[chosen])
 
 
 def blend(rows: Tensor) -> Tensor:
@@ -84,48 +124,110 @@ def measure_exchange(experiment: Experiment, record: Round) -> dict[str, float]:
     Clients that keep no images (memory=0) are left out as owners of images. If all are, there are
     no columns.
     """
-    clients = clients_of(experiment)
-    natural: dict[int, Tensor] = {}
-    decoded: dict[int, Tensor] = {}
-    labels: dict[int, Tensor] = {}
-    likeness = []
-    for k, client in clients.items():
+    offers = decode_offers(experiment)
+    if len(offers) < 2:
+        return {}
+    columns: dict[str, list[float]] = {"peers-natural": [], "peers-decoded": [], "teachers": []}
+    for k, client in clients_of(experiment).items():
+        model = client.model.eval()
+        peers = [offer for i, offer in offers.items() if i != k]
+        labels = torch.cat([offer.labels for offer in peers])
+        natural = torch.cat([offer.natural for offer in peers])
+        decoded = torch.cat([offer.decoded for offer in peers])
+        columns["peers-natural"].append(accuracy(classify(model, natural), labels))
+        columns["peers-decoded"].append(accuracy(classify(model, decoded), labels))
+        if k in offers:
+            logits = classify(model, offers[k].decoded)
+            columns["teachers"].append(accuracy(logits, offers[k].labels))
+    columns["likeness"] = [offer.likeness for offer in offers.values()]
+    return mean_columns(columns)
+
+
+@dataclass(frozen=True)
+class DecodedOffer:
+    """Some of the images that a client offered in the last round, natural and decoded."""
+
+    natural: Tensor
+    decoded: Tensor
+    labels: Tensor
+    likeness: float  # mean correlation of the pixels of a decoded and its natural image
+
+
+def decode_offers(experiment: Experiment) -> dict[int, DecodedOffer]:
+    """Return offered images of each client that still has them in its memory."""
+    offers = {}
+    for k, client in clients_of(experiment).items():
         made = experiment.algorithm.transfer_images(client, experiment.round)
         if made is None:
             continue
         offered, images = made
         offered, images = offered[:PER_CLIENT], images[:PER_CLIENT].float()
-        natural[k] = client.data.batch(offered)
-        decoded[k] = resize_images(images, client.data.spec)
-        labels[k] = client.data.labels[offered]
-        small = F.interpolate(natural[k], images.shape[-2:], mode="area")
-        likeness.append(correlate(small, images))
-    if len(natural) < 2:
-        return {}
-    columns: dict[str, list[float]] = {"peers-natural": [], "peers-decoded": [], "teachers": []}
-    for k, client in clients.items():
+        natural = client.data.batch(offered)
+        small = F.interpolate(natural, images.shape[-2:], mode="area")
+        offers[k] = DecodedOffer(
+            natural,
+            resize_images(images, client.data.spec),
+            client.data.labels[offered],
+            correlate(small, images),
+        )
+    return offers
+
+
+def mean_columns(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of each column that has values."""
+    return {name: sum(values) / len(values) for name, values in columns.items() if values}
+
+
+@torch.no_grad()
+def measure_shortcut(experiment: Experiment, record: Round) -> dict[str, float]:
+    """Test whether clients tell natural from decoded images and guess the class from that.
+
+    A client sees natural images of its own classes alone, and decoded ones of all classes. Its own
+    classes are those of which it has more images than of the average class. Columns are means over
+    clients:
+
+    - "own-natural": the share of natural test images of *other* classes that are taken for one of
+      the client's own classes.
+    - "own-decoded": the same share of decoded images of its peers.
+    - "renormalised": accuracy on the test set with statistics of batch norms from private images.
+    """
+    test = experiment.test
+    assert test is not None
+    every = torch.arange(len(test), device=test.labels.device)
+    offers = decode_offers(experiment)
+    columns: dict[str, list[float]] = {"own-natural": [], "own-decoded": [], "renormalised": []}
+    for k, client in clients_of(experiment).items():
         model = client.model.eval()
-        peers = [i for i in natural if i != k]
-        columns["peers-natural"].append(accuracy(model, natural, labels, peers))
-        columns["peers-decoded"].append(accuracy(model, decoded, labels, peers))
-        if k in decoded:
-            columns["teachers"].append(accuracy(model, decoded, labels, [k]))
-    means = {name: sum(values) / len(values) for name, values in columns.items()}
-    return {**means, "likeness": sum(likeness) / len(likeness)}
+        counts = client.data.class_counts()
+        own = counts > counts.float().mean()
+        natural = predict(model, test.batch, every)
+        columns["own-natural"].append(share_of_own(natural, test.labels, own))
+        peers = [offer for i, offer in offers.items() if i != k]
+        if peers:
+            decoded = classify(model, torch.cat([offer.decoded for offer in peers]))
+            labels = torch.cat([offer.labels for offer in peers])
+            columns["own-decoded"].append(share_of_own(decoded, labels, own))
+        other = deepcopy(model)
+        renew_statistics(other, client.data, 100)
+        logits = predict(other, test.batch, every)
+        columns["renormalised"].append(accuracy(logits, test.labels))
+    return mean_columns(columns)
 
 
-def accuracy(
-    model: Classifier,
-    images: Mapping[int, Tensor],
-    labels: Mapping[int, Tensor],
-    owners: Sequence[int],
-) -> float:
-    """Return a model's accuracy on images of some clients."""
-    inputs = torch.cat([images[k] for k in owners])
-    targets = torch.cat([labels[k] for k in owners])
-    every = torch.arange(len(inputs), device=inputs.device)
-    logits = predict(model, lambda part: inputs[part], every)
-    return float((logits.argmax(1) == targets).double().mean())
+def share_of_own(logits: Tensor, labels: Tensor, own: Tensor) -> float:
+    """Return the share of images of other classes that are taken for one of the own classes."""
+    others = ~own[labels]
+    return float(own[logits.argmax(1)[others]].double().mean())
+
+
+def classify(model: Classifier, inputs: Tensor) -> Tensor:
+    """Return a model's logits of images that are already inputs of a network."""
+    return predict(model, inputs.__getitem__, torch.arange(len(inputs), device=inputs.device))
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> float:
+    """Return the share of logits whose largest is that of the label."""
+    return float((logits.argmax(1) == labels).double().mean())
 
 
 def correlate(images: Tensor, others: Tensor) -> float:

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from barter.core.errors import ConfigError
+from barter.core.record import Round
+from barter.experiment import Experiment
 from barter.recipes.reproduction import store_run
 from barter.recipes.stored import StoredRun, read_stored_runs
+from barter.setup.config import resolve
 from benchmarks import paper_tables
+from benchmarks.participants import average_participants, find_sampled
 
 SUITE = """
 clients = 2
@@ -170,3 +174,56 @@ def test_copies_are_measured_later_and_not_lost(suite: Path, tmp_path: Path) -> 
     (stored,) = read_stored_runs(out)
     assert stored.curve["copies"] == [0.5]
     assert stored.curve["global"] == [0.25]
+
+
+def measure_half(experiment: Experiment, record: Round) -> dict[str, float]:
+    """Return half the accuracy, and in odd rounds the round's number."""
+    accuracy = record.headline()
+    assert accuracy is not None
+    odd = {"odd": float(record.round)} if record.round % 2 else {}
+    return {"half": accuracy / 2, **odd}
+
+
+def test_measurements_are_columns_and_rounds_without_a_value_are_empty(
+    suite: Path, tmp_path: Path
+) -> None:
+    (run,) = paper_tables.queue(suite, ["alone@3"], "0", [], tmp_path, tmp_path / "runs")
+    out = tmp_path / "results.jsonl"
+    name = f"{__name__}:measure_half"
+    paper_tables.work(run, out, deadline=0, measure=name)
+    paper_tables.work(run, out, deadline=math.inf, measure=name)
+    (stored,) = read_stored_runs(out)
+    accuracies = stored.curve["global"]
+    assert stored.rounds == [1, 2, 3]
+    # The run was resumed after round 1: what was measured before is not known any more.
+    halves = [round(value / 2, 4) for value in accuracies[1:] if value is not None]
+    assert stored.curve["half"] == [None, *halves]
+    assert stored.curve["odd"] == [None, None, 3.0]
+
+
+def test_participants_are_the_clients_sampled_so_far() -> None:
+    config = resolve(
+        {
+            "algorithm": {"name": "fedavg", "epochs": 1, "fraction": 0.5},
+            "data": {"source": "digits"},
+            "models": "small-mlp",
+            "clients": 6,
+            "device": "cpu",
+        }
+    )
+    experiment = Experiment.from_config(config)
+    seen: set[int] = set()
+    for record in experiment.rounds(2, progress=False):
+        assert len(record.participants) == 3
+        seen.update(record.participants)
+        columns = average_participants(experiment, record)
+        assert columns["participants"] == len(seen)
+        assert columns["participants-global"] == pytest.approx(record.mean("global", seen))
+        assert columns["participants-own"] == pytest.approx(record.mean("local", seen))
+
+
+def test_members_of_a_partial_collaboration_come_first() -> None:
+    assert find_sampled(10, 0.3, 1.0, seed=0, rounds=1) == {0, 1, 2}
+    assert find_sampled(10, 0.04, 1.0, seed=0, rounds=5) == {0}, "there is at least one"
+    assert len(find_sampled(10, 0.5, 0.4, seed=0, rounds=1)) == 2
+    assert find_sampled(10, 0.5, 0.4, seed=0, rounds=50) == set(range(5))
