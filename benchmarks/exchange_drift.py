@@ -1,24 +1,29 @@
 """Find out why DFFKE's accuracy falls after many rounds with skewed classes.
 
-    python benchmarks/subset.py cifar100.npz cifar100-20k.npz --train 20000 --test 10000
     python -m benchmarks.paper_tables --suite benchmarks/suites/exchange-drift.toml --data DIR \\
         --measure benchmarks.exchange_drift:measure_exchange --out results.jsonl
 
-After every round, what a client has learned from its peers is tested in two ways, on images of
-theirs that were decoded in this round: on the decoded images ("peers-decoded") and on the private
-images that they were decoded from ("peers-natural"). Nobody could do so in a federation.
+After every round, three questions are asked about what clients have learned from their peers.
+Nobody could do so in a federation.
 
-- If clients memorise decoded images, both rise while accuracy on test images falls.
-- If decoded images move away from natural ones, "peers-decoded" rises, and both others fall.
+- Do clients memorise decoded images? Then their accuracy rises on images of their peers that were
+  decoded in this round ("peers-decoded") and on the private images that these were decoded from
+  ("peers-natural"), while accuracy on test images falls.
+- Do decoded images move away from natural ones? Then "peers-decoded" rises and both others fall.
+  "likeness" is the mean correlation of a decoded image's pixels with those of its private image,
+  "teachers" the clients' accuracy on decoded images of their own data.
+- Do clients guess the class from the kind of an image? A client sees natural images of its own
+  classes alone, and decoded ones of all classes. Its own classes are those of which it has more
+  images than of the average class. "own-natural" is the share of natural test images of *other*
+  classes that are taken for an own one, "own-decoded" the same share of peers' decoded images.
 
-"likeness" is the mean correlation of a decoded image's pixels with those of its private image, and
-"teachers" the clients' accuracy on decoded images of their own data. Columns are accuracies between
-0 and 1, means over clients.
+"renormalised" is the accuracy on test images with batch-norm statistics of private images. All
+columns are between 0 and 1 (likeness: -1 and 1), means over clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +36,7 @@ from barter.algorithms.dffke import DFFKE, DFFKEClient
 from barter.attacks.overheard import clients_of
 from barter.core.evaluation import predict
 from barter.core.model import Classifier
+from barter.core.params import Fraction
 from barter.core.record import Round
 from barter.experiment import Experiment
 from barter.models.generators import resize_images
@@ -39,24 +45,26 @@ from barter.ops.statistics import renew_statistics
 from barter.ops.transfer import Lesson
 
 PER_CLIENT = 200  # images of each client that its peers are tested on
+COLUMNS = (
+    "peers-natural",
+    "peers-decoded",
+    "teachers",
+    "own-natural",
+    "own-decoded",
+    "renormalised",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlendedExchange(DFFKE):
-    """DFFKE whose students see blends of two transfer images, with the blended predictions."""
+class AnnealedExchange(DFFKE):
+    """DFFKE whose learning rate in the exchange falls from round to round."""
 
-    def _subjects(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> list[Subject]:
-        subjects = super()._subjects(client, lessons)
-        private = subjects[: int(self.local_review)]
-        lent = subjects[len(private) :]
-        return private + [
-            replace(
-                subject,
-                show=partial(show_blends, subject.show),
-                loss=partial(blended_loss, subject.loss),
-            )
-            for subject in lent
-        ]
+    decay: Fraction = 0.9  # factor of the learning rate after each of a client's exchanges
+
+    def exchange(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> None:
+        """Learn from peers' logits with the learning rate of the client's next exchange."""
+        slower = replace(self, lr=self.lr * self.decay**client.exchanges)
+        DFFKE.exchange(slower, client, lessons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,50 +105,42 @@ def show_bridged(
     return weights * shown + (1 - weights) * show_other(others[chosen])
 
 
-def blend(rows: Tensor) -> Tensor:
-    """Blend each row with another of the batch; the row's own weight is from 0.5 to 1."""
-    weights = torch.linspace(0.5, 1, len(rows), device=rows.device)
-    weights = weights.view(-1, *[1] * (rows.ndim - 1))
-    return weights * rows + (1 - weights) * rows.flip(0)
-
-
-def show_blends(show: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-    """Return a network's inputs for blends of images."""
-    return blend(show(images))
-
-
-def blended_loss(
-    loss: Callable[..., Tensor], features: Tensor, target: Tensor, *extras: Tensor
-) -> Tensor:
-    """Return a loss on blends, of which the teachers' predictions are blended, too."""
-    probabilities = blend(target.float().softmax(1))
-    return loss(features, probabilities.clamp_min(1e-12).log(), *extras)
-
-
 @torch.no_grad()
 def measure_exchange(experiment: Experiment, record: Round) -> dict[str, float]:
-    """Test the clients on images of their peers that were decoded in the last round.
+    """Return what clients know of their peers' images after a round, see above.
 
-    Clients that keep no images (memory=0) are left out as owners of images. If all are, there are
-    no columns.
+    Clients that keep no images (memory=0) are left out as owners of images. If all are, the columns
+    about decoded images are missing.
     """
+    test = experiment.test
+    assert test is not None
+    every = torch.arange(len(test), device=test.labels.device)
     offers = decode_offers(experiment)
-    if len(offers) < 2:
-        return {}
-    columns: dict[str, list[float]] = {"peers-natural": [], "peers-decoded": [], "teachers": []}
+    columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    columns["likeness"] = [offer.likeness for offer in offers.values()]
     for k, client in clients_of(experiment).items():
         model = client.model.eval()
-        peers = [offer for i, offer in offers.items() if i != k]
-        labels = torch.cat([offer.labels for offer in peers])
-        natural = torch.cat([offer.natural for offer in peers])
-        decoded = torch.cat([offer.decoded for offer in peers])
-        columns["peers-natural"].append(accuracy(classify(model, natural), labels))
-        columns["peers-decoded"].append(accuracy(classify(model, decoded), labels))
+        counts = client.data.class_counts()
+        own = counts > counts.float().mean()
+        logits = predict(model, test.batch, every)
+        columns["own-natural"].append(share_of_own(logits, test.labels, own))
+        renewed = deepcopy(model)
+        renew_statistics(renewed, client.data, 100)
+        logits = predict(renewed, test.batch, every)
+        columns["renormalised"].append(accuracy(logits, test.labels))
         if k in offers:
             logits = classify(model, offers[k].decoded)
             columns["teachers"].append(accuracy(logits, offers[k].labels))
-    columns["likeness"] = [offer.likeness for offer in offers.values()]
-    return mean_columns(columns)
+        peers = [offer for i, offer in offers.items() if i != k]
+        if peers:
+            labels = torch.cat([offer.labels for offer in peers])
+            natural = classify(model, torch.cat([offer.natural for offer in peers]))
+            decoded = classify(model, torch.cat([offer.decoded for offer in peers]))
+            columns["peers-natural"].append(accuracy(natural, labels))
+            columns["peers-decoded"].append(accuracy(decoded, labels))
+            if not own[labels].all():
+                columns["own-decoded"].append(share_of_own(decoded, labels, own))
+    return {name: sum(values) / len(values) for name, values in columns.items() if values}
 
 
 @dataclass(frozen=True)
@@ -173,49 +173,11 @@ def decode_offers(experiment: Experiment) -> dict[int, DecodedOffer]:
     return offers
 
 
-def mean_columns(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean of each column that has values."""
-    return {name: sum(values) / len(values) for name, values in columns.items() if values}
-
-
-@torch.no_grad()
-def measure_shortcut(experiment: Experiment, record: Round) -> dict[str, float]:
-    """Test whether clients tell natural from decoded images and guess the class from that.
-
-    A client sees natural images of its own classes alone, and decoded ones of all classes. Its own
-    classes are those of which it has more images than of the average class. Columns are means over
-    clients:
-
-    - "own-natural": the share of natural test images of *other* classes that are taken for one of
-      the client's own classes.
-    - "own-decoded": the same share of decoded images of its peers.
-    - "renormalised": accuracy on the test set with statistics of batch norms from private images.
-    """
-    test = experiment.test
-    assert test is not None
-    every = torch.arange(len(test), device=test.labels.device)
-    offers = decode_offers(experiment)
-    columns: dict[str, list[float]] = {"own-natural": [], "own-decoded": [], "renormalised": []}
-    for k, client in clients_of(experiment).items():
-        model = client.model.eval()
-        counts = client.data.class_counts()
-        own = counts > counts.float().mean()
-        natural = predict(model, test.batch, every)
-        columns["own-natural"].append(share_of_own(natural, test.labels, own))
-        peers = [offer for i, offer in offers.items() if i != k]
-        if peers:
-            decoded = classify(model, torch.cat([offer.decoded for offer in peers]))
-            labels = torch.cat([offer.labels for offer in peers])
-            columns["own-decoded"].append(share_of_own(decoded, labels, own))
-        other = deepcopy(model)
-        renew_statistics(other, client.data, 100)
-        logits = predict(other, test.batch, every)
-        columns["renormalised"].append(accuracy(logits, test.labels))
-    return mean_columns(columns)
-
-
 def share_of_own(logits: Tensor, labels: Tensor, own: Tensor) -> float:
-    """Return the share of images of other classes that are taken for one of the own classes."""
+    """Return the share of images of other classes that are taken for one of the own classes.
+
+    There must be images of other classes.
+    """
     others = ~own[labels]
     return float(own[logits.argmax(1)[others]].double().mean())
 
