@@ -196,7 +196,8 @@ def work(
         began = time.time()
         accuracy = record.headline()
         text = "-" if accuracy is None else f"{100 * accuracy:.2f}"
-        sys.stdout.write(f"{run.name}, round {record.round}: {text} %, {took:.1f} s\n")
+        failed = f", {len(record.failures)} answers failed" if record.failures else ""
+        sys.stdout.write(f"{run.name}, round {record.round}: {text} %, {took:.1f} s{failed}\n")
         sys.stdout.flush()
         # The first round of a process compiles, so the next one is shorter than that.
         if began + MARGIN * took > deadline and record.round < run.config.rounds:

@@ -227,3 +227,11 @@ def test_members_of_a_partial_collaboration_come_first() -> None:
     assert find_sampled(10, 0.04, 1.0, seed=0, rounds=5) == {0}, "there is at least one"
     assert len(find_sampled(10, 0.5, 0.4, seed=0, rounds=1)) == 2
     assert find_sampled(10, 0.5, 0.4, seed=0, rounds=50) == set(range(5))
+
+
+def test_a_stored_run_says_how_many_answers_failed(suite: Path, tmp_path: Path) -> None:
+    (run,) = paper_tables.queue(suite, ["alone@2"], "0", [], tmp_path, None)
+    records = list(Experiment.from_config(run.config).rounds(2, progress=False))
+    assert "failures" not in store_run("a", run.config, records).curve
+    records[1] = replace(records[1], failures=["client 1 failed in 'learn'"])
+    assert store_run("a", run.config, records).curve["failures"] == [0, 1]

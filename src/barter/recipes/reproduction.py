@@ -102,6 +102,8 @@ def store_run(row: str, config: Config, rounds: Sequence[Round]) -> StoredRun:
             curve[name] = [None if value is None else round(value, 6) for value in values]
     curve["seconds"] = [round(record.seconds["round"], 3) for record in rounds]
     curve["bytes"] = [record.traffic("up") + record.traffic("down") for record in rounds]
+    if any(record.failures for record in rounds):
+        curve["failures"] = [len(record.failures) for record in rounds]
     settings = dotted_settings(to_plain(config))
     kept = {key: value for key, value in settings.items() if key not in {*RESULT_FREE, "seed"}}
     for key in ("data.source", "data.public"):

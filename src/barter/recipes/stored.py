@@ -8,7 +8,8 @@ that is computed from it:
      "date": "2026-11-18", "version": "0.9.0", "note": ""}
 
 `curve` has one value per round for each metric; accuracies are shares between 0 and 1, `seconds` and
-`bytes` are those of the round, and null stands for a value that was not measured. Metrics have the
+`bytes` are those of the round, and null stands for a value that was not measured. `failures` is the
+number of failed answers of clients in the round, where there were any in the run. Metrics have the
 names of `barter compare --metric`. Date and version are null for runs that did not record them.
 
 This module does not load torch, so that listings are fast.
