@@ -1,6 +1,6 @@
 """Average the accuracies of those clients alone that have taken part in a federation.
 
-    python -m benchmarks.paper_tables --suite benchmarks/suites/paper-dffke-32.toml --data DIR \\
+    python -m benchmarks.paper_tables --suite benchmarks/suites/paper-dffke-memory.toml --data DIR \\
         --measure benchmarks.participants:average_participants --out results.jsonl
 
 With few clients per round (`fraction`), some have not been sampled yet and their networks are
