@@ -3,22 +3,25 @@
     python -m benchmarks.paper_tables --suite benchmarks/suites/exchange-drift.toml --data DIR \\
         --measure benchmarks.exchange_drift:measure_exchange --out results.jsonl
 
-After every round, three questions are asked about what clients have learned from their peers.
-Nobody could do so in a federation.
+After every round, three questions are asked about what clients have learned from their peers. The
+answers need every client's private images, so they exist in a simulation only.
 
 - Do clients memorise decoded images? Then their accuracy rises on images of their peers that were
   decoded in this round ("peers-decoded") and on the private images that these were decoded from
   ("peers-natural"), while accuracy on test images falls.
 - Do decoded images move away from natural ones? Then "peers-decoded" rises and both others fall.
-  "likeness" is the mean correlation of a decoded image's pixels with those of its private image,
-  "teachers" the clients' accuracy on decoded images of their own data.
-- Do clients guess the class from the kind of an image? A client sees natural images of its own
-  classes alone, and decoded ones of all classes. Its own classes are those of which it has more
-  images than of the average class. "own-natural" is the share of natural test images of *other*
-  classes that are taken for an own one, "own-decoded" the same share of peers' decoded images.
+  "likeness" is the mean correlation of a decoded image's pixels with those of its private image;
+  it ignores brightness and contrast. "teachers" is the clients' accuracy on decoded images of
+  their own data.
+- Do clients infer the class from whether an image is natural or decoded? A client sees natural
+  images of its own classes alone, and decoded ones of all classes. Its own classes are those of
+  which it has more images than of the average class. "own-natural" is the share of natural test
+  images of other classes that it classifies as one of its own, "own-decoded" the same share of its
+  peers' decoded images.
 
 "renormalised" is the accuracy on test images with batch-norm statistics of private images. All
-columns are between 0 and 1 (likeness: -1 and 1), means over clients.
+columns are between 0 and 1 (likeness: -1 and 1), means over clients. Columns about decoded images
+need `reveal = "images"`: other decoded images do not belong to one private image.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from torch import Tensor
 
 from barter.algorithms.dffke import DFFKE, DFFKEClient
 from barter.attacks.overheard import clients_of
+from barter.core.errors import ConfigError
 from barter.core.evaluation import predict
 from barter.core.model import Classifier
 from barter.core.params import Fraction
@@ -75,10 +79,17 @@ class BridgedExchange(DFFKE):
     which classes to expect. The image whose target is learned has the larger part.
     """
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.local_review and self.mixed):
+            raise ConfigError(
+                "BridgedExchange blends private images with those of all peers: it needs "
+                "local_review=true and mixed=true"
+            )
+
     def _subjects(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> list[Subject]:
         private, *lent = super()._subjects(client, lessons)
-        assert self.local_review
-        newest = lent[0]
+        newest = lent[0]  # decoded in this round, by all teachers
         return [
             replace(private, show=partial(show_bridged, private.show, newest.show, newest.rows[0])),
             *(
@@ -107,10 +118,10 @@ def show_bridged(
 
 @torch.no_grad()
 def measure_exchange(experiment: Experiment, record: Round) -> dict[str, float]:
-    """Return what clients know of their peers' images after a round, see above.
+    """Return the columns described above, after a round.
 
-    Clients that keep no images (memory=0) are left out as owners of images. If all are, the columns
-    about decoded images are missing.
+    Clients that keep no images (memory=0) are left out as owners of images. Columns of which no
+    client has a value are missing.
     """
     test = experiment.test
     assert test is not None
@@ -123,7 +134,8 @@ def measure_exchange(experiment: Experiment, record: Round) -> dict[str, float]:
         counts = client.data.class_counts()
         own = counts > counts.float().mean()
         logits = predict(model, test.batch, every)
-        columns["own-natural"].append(share_of_own(logits, test.labels, own))
+        if not own[test.labels].all():
+            columns["own-natural"].append(share_of_own(logits, test.labels, own))
         renewed = deepcopy(model)
         renew_statistics(renewed, client.data, 100)
         logits = predict(renewed, test.batch, every)
@@ -154,10 +166,18 @@ class DecodedOffer:
 
 
 def decode_offers(experiment: Experiment) -> dict[int, DecodedOffer]:
-    """Return offered images of each client that still has them in its memory."""
+    """Return offered images of each client that still has them in its memory.
+
+    There are none if a decoded image does not belong to one private image, see `reveal`.
+    """
+    algorithm = experiment.algorithm
+    assert isinstance(algorithm, DFFKE)
+    if algorithm.reveal != "images":
+        return {}
     offers = {}
     for k, client in clients_of(experiment).items():
-        made = experiment.algorithm.transfer_images(client, experiment.round)
+        assert isinstance(client, DFFKEClient)
+        made = algorithm.transfer_images(client, experiment.round)
         if made is None:
             continue
         offered, images = made

@@ -17,7 +17,7 @@ the row's name is "SUITE: VARIANT". Lines of other runs in that file stay, and a
 replaces a longer one. DIR holds the npz files that the suite names. With --copies, the copy test of
 `barter attack` follows the last round of a run. With --measure, a function is called with the
 experiment and the round's record after every round; what it returns, numbers by name, are further
-columns of the curve.
+columns of the curve. A run that was finished without --measure is not measured later.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TypeAlias
 
 from barter.attacks.copies import NEAREST_BY_FEATURES, NEAREST_BY_PIXELS, measure_copies
 from barter.attacks.result import Result
 from barter.compare.specification import ComparisonSpec, parse_seeds
 from barter.core.errors import BarterError, ConfigError
+from barter.core.params import import_object
 from barter.core.record import Round
 from barter.experiment import Experiment
 from barter.recipes.reproduction import store_run
@@ -51,6 +52,8 @@ from barter.setup.config import Config, read_toml
 SUITE = Path(__file__).parent / "suites" / "averaging.toml"
 # A round may take this many times as long as the one before.
 MARGIN = 1.3
+
+Curve: TypeAlias = dict[str, list[float | None]]  # column -> values by round
 
 
 @dataclass(frozen=True)
@@ -153,16 +156,45 @@ def exclusive(path: Path) -> Iterator[None]:
 def store(out: Path, run: StoredRun) -> None:
     """Add a run to a file of stored runs; a shorter curve does not replace a longer one.
 
-    Columns that only the stored curve has, such as copies, stay if it is not shorter.
+    What only the stored curve has, such as copies and measurements, stays if it is of the same run.
     """
     with exclusive(out):
         stored = {(r.row, r.seed): r for r in (read_stored_runs(out) if out.exists() else [])}
         before = stored.get((run.row, run.seed))
-        if before is not None and len(before.rounds) == len(run.rounds):
-            run = replace(run, curve={**before.curve, **run.curve})
+        if before is not None and is_continued(before, run):
+            run = replace(run, curve=merge_curves(before.curve, run.curve, len(run.rounds)))
         if before is None or len(before.rounds) <= len(run.rounds):
             stored[run.row, run.seed] = run
             write_stored_runs(out, stored.values())
+
+
+def is_continued(before: StoredRun, after: StoredRun) -> bool:
+    """Return whether two curves agree wherever both have a value, and the second is not shorter."""
+    return len(before.rounds) <= len(after.rounds) and all(
+        earlier == later
+        for name in before.curve.keys() & after.curve.keys()
+        for earlier, later in zip(before.curve[name], after.curve[name], strict=False)
+        if earlier is not None and later is not None
+    )
+
+
+def merge_curves(before: Curve, after: Curve, n_rounds: int) -> Curve:
+    """Return a curve with those values of an earlier one that it lacks.
+
+    Args:
+        before: The earlier curve, of the first rounds of the same run.
+        after: The curve.
+        n_rounds: Its number of rounds.
+    """
+    empty: list[float | None] = [None] * n_rounds
+    merged = dict(after)
+    for name, values in before.items():
+        padded = [*values, *empty[len(values) :]]
+        merged[name] = [
+            earlier if later is None else later
+            for earlier, later in zip(padded, after.get(name, empty), strict=True)
+        ]
+    return merged
 
 
 def work(
@@ -176,9 +208,9 @@ def work(
         deadline: The deadline.
         copies: Whether to run the copy test after the last round.
         measure: MODULE:FUNCTION, called with the experiment and the record after every round; ""
-            for none. Rounds before a run was resumed have no values.
+            for none. Values of rounds before the run was resumed are those stored in `out`.
     """
-    measurement = import_function(measure) if measure else None
+    measurement = import_measurement(measure) if measure else None
     measured: list[dict[str, float]] = []
     begun = run.done > 0
     experiment = Experiment.from_config(run.config, run.folder, resume=begun)
@@ -208,13 +240,19 @@ def work(
         store(out, replace(stored, curve={**stored.curve, **rates}))
 
 
-def import_function(name: str) -> Callable[[Experiment, Round], dict[str, float]]:
-    """Import the function of MODULE:FUNCTION."""
-    module, _, function = name.partition(":")
-    found: Callable[[Experiment, Round], dict[str, float]] = getattr(
-        import_module(module), function
-    )
-    return found
+def import_measurement(name: str) -> Callable[[Experiment, Round], dict[str, float]]:
+    """Import the function of MODULE:FUNCTION.
+
+    Raises:
+        ConfigError: It cannot be imported or is no function.
+    """
+    if ":" not in name:
+        raise ConfigError(f"--measure {name!r}: write MODULE:FUNCTION")
+    found = import_object(name, "--measure")
+    if not callable(found):
+        raise ConfigError(f"--measure {name!r}: it is {type(found).__name__}, not a function")
+    measurement: Callable[[Experiment, Round], dict[str, float]] = found
+    return measurement
 
 
 def measured_columns(
@@ -337,6 +375,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--jobs {args.jobs}: at least one run at a time")
     deadline = time.time() + args.seconds
     try:
+        if args.measure:
+            import_measurement(args.measure)  # A mistake is found before any run begins.
         runs = queue(
             args.suite,
             args.rows,

@@ -6,6 +6,9 @@
 With few clients per round (`fraction`), some have not been sampled yet and their networks are
 untrained; with `collaboration`, some train alone for good. Means over all clients, which are a
 run's usual columns, mix them with the others.
+
+The samples are drawn again here, because a record counts every client that answered any call, such
+as one that trains alone or only receives prototypes. Sampled clients whose answers failed count.
 """
 
 from __future__ import annotations

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from barter.attacks.overheard import clients_of
+from barter.core.errors import ConfigError
+from barter.core.evaluation import predict
 from barter.experiment import Experiment
+from barter.ops.statistics import renew_statistics
 from barter.setup.config import resolve
 from benchmarks.exchange_drift import (
     COLUMNS,
+    PER_CLIENT,
     correlate,
     measure_exchange,
     share_of_own,
@@ -67,6 +73,47 @@ def test_all_columns_are_measured_after_every_round_and_change_nothing() -> None
         assert record.clients == unmeasured.clients
 
 
+def test_an_oracle_decodes_its_own_private_images() -> None:
+    experiment = small("benchmarks.oracle:OracleExchange", share=0.5)
+    (record,) = experiment.rounds(1, progress=False)
+    columns = measure_exchange(experiment, record)
+    assert columns["likeness"] == pytest.approx(1, abs=1e-3)
+    assert columns["peers-natural"] == pytest.approx(columns["peers-decoded"], abs=0.02)
+    # Two clients, each the other's only peer.
+    clients = clients_of(experiment)
+    expected = []
+    for k, client in clients.items():
+        peer = clients[1 - k]
+        offered = peer.offered[1][:PER_CLIENT]
+        answers = client.model.eval()(peer.data.batch(offered)).argmax(1)
+        expected.append(float((answers == peer.data.labels[offered]).double().mean()))
+    assert columns["peers-natural"] == pytest.approx(sum(expected) / 2)
+
+
+def test_decoded_samples_of_statistics_belong_to_no_image() -> None:
+    experiment = small(reveal="statistics")
+    (record,) = experiment.rounds(1, progress=False)
+    assert measure_exchange(experiment, record).keys() == {"own-natural", "renormalised"}
+
+
+def test_renormalised_is_the_accuracy_with_statistics_of_private_images() -> None:
+    experiment = small()
+    experiment = Experiment.from_config(replace(experiment.config, models="small-resnet"))
+    (record,) = experiment.rounds(1, progress=False)
+    renormalised = measure_exchange(experiment, record)["renormalised"]
+    assert renormalised != record.mean("global")
+    for client in clients_of(experiment).values():
+        renew_statistics(client.model, client.data, 100)
+    assert experiment.test is not None
+    labels = experiment.test.labels
+    every = torch.arange(len(labels))
+    found = [
+        float((predict(c.model, experiment.test.batch, every).argmax(1) == labels).double().mean())
+        for c in clients_of(experiment).values()
+    ]
+    assert renormalised == pytest.approx(sum(found) / 2)
+
+
 def test_clients_without_memory_have_no_decoded_images_to_measure() -> None:
     experiment = small(memory=0)
     (record,) = experiment.rounds(1, progress=False)
@@ -86,6 +133,17 @@ def test_the_annealed_exchange_is_dffke_in_the_first_round_and_slower_later() ->
     assert [r.clients for r in runs[1.0]] == [r.clients for r in plain]
     assert runs[0.5][0].clients == plain[0].clients
     assert runs[0.5][1].clients != plain[1].clients
+
+
+def test_a_bridged_exchange_trains_and_differs_from_dffke() -> None:
+    name = "benchmarks.exchange_drift:BridgedExchange"
+    (bridged,) = small(name).rounds(1, progress=False)
+    (plain,) = small().rounds(1, progress=False)
+    assert bridged.clients != plain.clients
+    with pytest.raises(ConfigError, match="it needs local_review=true and mixed=true"):
+        small(name, local_review=False)
+    with pytest.raises(ConfigError, match="it needs local_review=true and mixed=true"):
+        small(name, mixed=False)
 
 
 def test_bridged_images_are_blends_of_both_kinds() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from barter.attacks.overheard import clients_of
 from barter.core.errors import ConfigError
 from barter.core.record import Round
 from barter.experiment import Experiment
@@ -168,12 +169,30 @@ def test_copies_are_measured_later_and_not_lost(suite: Path, tmp_path: Path) -> 
     paper_tables.work(run, out, math.inf, copies=True)
     assert paper_tables.is_finished(run, out, copies=True)
     (measured,) = read_stored_runs(out)
-    rated = {**measured.curve, "copies": [0.5]}
-    paper_tables.store(out, replace(measured, curve=rated))
-    paper_tables.store(out, replace(measured, curve={"round": [1], "global": [0.25]}))
+    rated = replace(measured, curve={**measured.curve, "copies": [0.5]})
+    paper_tables.store(out, rated)
+    paper_tables.store(out, measured)
+    assert read_stored_runs(out) == [rated]
+
+
+def test_what_was_measured_earlier_stays_while_it_is_the_same_run(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    first = {"round": [1, 2], "global": [0.1, 0.2], "copies": [None, 0.5], "half": [0.3, None]}
+    paper_tables.store(out, StoredRun("a", 0, {**first}))
+    resumed = {"round": [1, 2, 3], "global": [0.1, 0.2, 0.3], "half": [None, None, 0.4]}
+    paper_tables.store(out, StoredRun("a", 0, {**resumed}))
     (stored,) = read_stored_runs(out)
-    assert stored.curve["copies"] == [0.5]
-    assert stored.curve["global"] == [0.25]
+    assert stored.curve == {
+        "round": [1, 2, 3],
+        "global": [0.1, 0.2, 0.3],
+        "copies": [None, 0.5, None],
+        "half": [0.3, None, 0.4],
+    }
+    # With another accuracy in round 1 it is another run, of which nothing else is known.
+    repeated = {"round": [1, 2, 3], "global": [0.15, 0.2, 0.3]}
+    paper_tables.store(out, StoredRun("a", 0, {**repeated}))
+    (stored,) = read_stored_runs(out)
+    assert stored.curve == repeated
 
 
 def measure_half(experiment: Experiment, record: Round) -> dict[str, float]:
@@ -195,10 +214,28 @@ def test_measurements_are_columns_and_rounds_without_a_value_are_empty(
     (stored,) = read_stored_runs(out)
     accuracies = stored.curve["global"]
     assert stored.rounds == [1, 2, 3]
-    # The run was resumed after round 1: what was measured before is not known any more.
-    halves = [round(value / 2, 4) for value in accuracies[1:] if value is not None]
-    assert stored.curve["half"] == [None, *halves]
-    assert stored.curve["odd"] == [None, None, 3.0]
+    # The run was resumed after round 1, whose values had been stored.
+    halves = [round(value / 2, 4) for value in accuracies if value is not None]
+    assert stored.curve["half"] == halves
+    assert stored.curve["odd"] == [1.0, None, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("benchmarks.participants", "write MODULE:FUNCTION"),
+        ("benchmarks.participants:absent", "cannot be imported"),
+        ("benchmarks.exchange_drift:COLUMNS", "it is tuple, not a function"),
+    ],
+)
+def test_a_measurement_that_cannot_be_called_is_refused_before_any_run(
+    suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
+    out = tmp_path / "results.jsonl"
+    arguments = ["--suite", str(suite), "--rows", "alone@1", "--ephemeral", "--out", str(out)]
+    assert paper_tables.main([*arguments, "--measure", name]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_participants_are_the_clients_sampled_so_far() -> None:
@@ -220,6 +257,29 @@ def test_participants_are_the_clients_sampled_so_far() -> None:
         assert columns["participants"] == len(seen)
         assert columns["participants-global"] == pytest.approx(record.mean("global", seen))
         assert columns["participants-own"] == pytest.approx(record.mean("local", seen))
+
+
+def test_members_of_a_partial_collaboration_are_those_that_dffke_samples() -> None:
+    config = resolve(
+        {
+            "algorithm": {
+                "collaboration": 0.5,
+                "fraction": 0.7,
+                "max_epochs": 1,
+                "decoder_steps": 1,
+                "exchange_steps": 1,
+                "share": 0.2,
+            },
+            "data": {"source": "digits"},
+            "models": "small-mlp",
+            "clients": 6,
+            "device": "cpu",
+        }
+    )
+    experiment = Experiment.from_config(config)
+    for record in experiment.rounds(2, progress=False):
+        taught = {k for k, client in clients_of(experiment).items() if client.exchanges}
+        assert find_sampled(6, 0.5, 0.7, seed=0, rounds=record.round) == taught
 
 
 def test_members_of_a_partial_collaboration_come_first() -> None:

@@ -16,6 +16,7 @@ from barter import ALGORITHMS, Experiment, FedAvg
 from barter.algorithms import FedBN, FedDyn, moon
 from barter.algorithms.broadcast import Caster
 from barter.algorithms.feddyn import Cloud, Drifter
+from barter.attacks.overheard import clients_of
 from barter.core.errors import ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Spec
@@ -324,6 +325,21 @@ def test_feddyns_state_is_the_sum_of_ways() -> None:
         statistics = "body.2.running_mean"
         mean = sum(clients[k].model.state_dict()[statistics] for k in active) / len(active)
         assert torch.allclose(server.model.state_dict()[statistics], mean, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedftg", "fml"])
+def test_weight_decay_shrinks_weights_in_the_first_step(name: str) -> None:
+    """One step on all images: w - lr (gradient + decay w), so decay takes lr * decay * w away."""
+    after: dict[float, list[Tensor]] = {}
+    for decay in (0.0, 0.1):
+        algorithm = tiny(name, epochs=1, batch_size=10_000, lr=0.5, weight_decay=decay)
+        experiment = small_federation(algorithm, clients=1, models=[plain])
+        (client,) = clients_of(experiment).values()
+        initial = [p.detach().clone() for p in client.model.parameters()]
+        experiment.step()
+        after[decay] = [p.detach() for p in client.model.parameters()]
+    for start, without, decayed in zip(initial, after[0.0], after[0.1], strict=True):
+        torch.testing.assert_close(without - decayed, 0.5 * 0.1 * start, rtol=0, atol=1e-6)
 
 
 def test_feddyns_first_steps_by_hand() -> None:
