@@ -34,9 +34,19 @@ def forked(work: Callable[[], int], said: Path) -> int:
         os._exit(status)  # nothing of pytest's is ended with it
 
 
-def status(pid: int) -> int:
-    """How a process ended: its status, or the signal's number with a minus."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def status(pid: int, seconds: float = 600) -> int:
+    """Return how a process ended: its status, or the signal's number with a minus.
+
+    A process that has not ended after so many seconds is killed.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        ended, outcome = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(outcome)
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def until(holds: Callable[[], Any], seconds: float = 10) -> Any:

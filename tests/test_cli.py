@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -536,6 +537,25 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
         time.sleep(0.05)
     os.kill(process, signal.SIGINT)
     assert status(process) == 1
+    assert f"stopped in round 1; `barter resume {out}` continues" in said.read_text()
+    assert "Traceback" not in said.read_text()
+
+
+def test_an_interrupt_in_a_callback_is_not_lost(tmp_path: Path) -> None:
+    """Python discards what the garbage collector's callbacks raise, and Ctrl-C may arrive in one."""
+    out, said = tmp_path / "run", tmp_path / "said"
+    command = ["run", "--out", str(out), "--set", "rounds=50", "--set", "algorithm.max_epochs=1"]
+
+    def interrupt_once(phase: str, info: dict[str, int]) -> None:
+        if "learn" in said.read_text():
+            gc.callbacks.remove(interrupt_once)
+            signal.raise_signal(signal.SIGINT)
+
+    def run() -> int:
+        gc.callbacks.append(interrupt_once)
+        return main(command)
+
+    assert status(forked(run, said)) == 1
     assert f"stopped in round 1; `barter resume {out}` continues" in said.read_text()
     assert "Traceback" not in said.read_text()
 

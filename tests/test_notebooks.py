@@ -125,7 +125,7 @@ def test_notebooks_run_in_full(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         import nbclient  # noqa: F401
     except ImportError:
         monkeypatch.chdir(tmp_path)
-        ended = status(forked(run_cells(name, None), tmp_path / "said"))
+        ended = status(forked(run_cells(name, None), tmp_path / "said"), seconds=3600)
         assert ended == 0, (tmp_path / "said").read_text()
     else:
         made = TOOL["execute_notebook"](name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 import re
 import signal
 import sys
@@ -619,6 +620,7 @@ def show_images(
 # The exit status of an interrupted process. Newer versions of typer return it after Ctrl-C; older
 # ones raise Abort.
 INTERRUPTED = 128 + signal.SIGINT
+RESEND_DELAY = 0.05  # seconds until an interrupt that Python has discarded is sent again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -642,12 +644,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _recorded_interrupts() -> Iterator[list[int]]:
-    """Record interrupts, which modules may turn into any error while importing."""
+    """Record interrupts, which modules may turn into any error while importing.
+
+    Python discards exceptions in callbacks such as those of the garbage collector. An interrupt that
+    is discarded is sent again.
+    """
     interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
         signal.default_int_handler(number, frame)
+
+    def handle_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            # In this thread it would be raised at once, and discarded again.
+            threading.Timer(RESEND_DELAY, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            previous_hook(unraisable)
 
     if (
         threading.current_thread() is not threading.main_thread()
@@ -655,11 +668,14 @@ def _recorded_interrupts() -> Iterator[list[int]]:
     ):
         yield interrupts
         return
+    previous_hook = sys.unraisablehook
+    sys.unraisablehook = handle_unraisable
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = previous_hook
 
 
 def _run_command(arguments: Sequence[str] | None) -> int:
