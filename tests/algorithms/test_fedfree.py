@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from barter.algorithms.fedfree import (
 )
 from barter.core.clients import Replies
 from barter.core.errors import ConfigError, PayloadError
+from barter.core.evaluation import predict
 from barter.core.payload import nbytes
 from barter.core.record import Round
 from barter.models.small import fedfree_cnn
@@ -315,11 +317,30 @@ def test_of_a_head_a_client_takes_the_outputs_of_its_classes() -> None:
     head = client.model.head
     before = head.weight.detach().clone()
     gift: Any = {**layer(torch.full_like(before, 7.0), torch.full((10,), 7.0)), "name": "head"}
-    FedFree().receive(client, [gift])
+    FedFree(offset="received").receive(client, [gift])
+    assert (head.bias[held] == 7).all()
     assert (head.weight[held] == 7).all()
     assert torch.equal(head.weight[~held], before[~held])
     FedFree(outputs="all").receive(client, [gift])
     assert (head.weight == 7).all()
+
+
+def test_a_received_head_keeps_the_mean_logits_of_the_clients_images() -> None:
+    experiment = small_federation(tiny("fedfree"), partition="dominant", models="small-mlp")
+    client: Any = experiment.engine.clients[0]
+    held = client.data.class_counts() > 0
+    every = torch.arange(len(client.data))
+    head = client.model.head
+    torch.manual_seed(0)
+    gift: Any = {**layer(torch.randn_like(head.weight), torch.randn(10)), "name": "head"}
+    before = predict(client.model.eval(), client.data.batch, every)
+    bias = head.bias.detach().clone()
+    FedFree().receive(client, [gift])
+    after = predict(client.model.eval(), client.data.batch, every)
+    assert torch.equal(head.weight[held], gift["weight"][held])
+    assert not torch.allclose(after[:, held], before[:, held], atol=0.1)
+    torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=1e-4)
+    assert torch.equal(head.bias[~held], bias[~held]), "outputs of other classes stay"
 
 
 @pytest.mark.slow
@@ -353,6 +374,21 @@ def test_a_run_without_exchange_says_so() -> None:
     assert FedFree().remarks([]) == []
     together = small_federation(tiny("fedfree"), models="small-cnn")
     assert together.algorithm.remarks(list(together.rounds(1))) == []
+
+
+def test_a_run_says_if_received_layers_cost_accuracy() -> None:
+    (record,) = small_federation(tiny("fedfree"), models="small-cnn").rounds(1)
+    before = {0: 0.75, 1: 0.85, 2: 0.9}
+    after = {0: 0.5, 1: 0.7}  # Client 2 was not evaluated after the exchange.
+    clients = {
+        k: {"before_local": value} | ({"local": after[k]} if k in after else {})
+        for k, value in before.items()
+    }
+    (said,) = FedFree().remarks([replace(record, clients=clients)])
+    assert said.endswith("accuracy on local tests from 80.0% to 60.0%")
+    clients = {k: {**told, "local": before[k] - 0.04} for k, told in clients.items()}
+    assert FedFree().remarks([replace(record, clients=clients)]) == []
+    assert FedFree().remarks([replace(record, clients={0: {"global": 0.5}})]) == []
 
 
 def test_layers_are_those_of_the_clients_network() -> None:

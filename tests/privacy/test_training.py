@@ -263,6 +263,21 @@ def test_methods_that_train_by_fit_alone(name: str) -> None:
     assert (experiment.privacy().epsilon > 0) == (name != "local"), "nothing leaves there"
 
 
+def test_fedfree_without_what_looks_at_classes_and_images() -> None:
+    privacy = Privacy(epsilon=1000, training="clip=1 noise=1")
+    plain = tiny("fedfree", outputs="all", offset="received")
+    experiment = small_federation(plain, privacy=privacy, models="small-mlp")
+    for record in experiment.rounds(2):
+        assert not record.failures
+        assert record.mean("taken") > 0
+    assert 0 < experiment.privacy().epsilon < math.inf
+    for changes in ({"outputs": "trained"}, {"offset": "own"}):
+        other = tiny("fedfree", **{"outputs": "all", "offset": "received", **changes})
+        experiment = small_federation(other, privacy=privacy, models="small-mlp")
+        with pytest.raises(ClientError, match=r"privacy.training: this method"):
+            list(experiment.rounds(2))
+
+
 @pytest.mark.parametrize(
     ("substitute", "parts"),
     [("noise", {"learn.weights", "teach.logits"}), ("photographs", {"teach.logits"})],

@@ -42,6 +42,8 @@ is meaningless in its new place and destroys the layer that was there (docs/resu
 - `outputs`: in this mean, outputs are weighted by how much training changed them; of a head, a
   client takes the outputs of classes that it has.
 - `fill`: what the received layer does not cover is kept.
+- `offset`: a received head keeps the client's mean logits. The mean of heads that were trained with
+  other class frequencies gives rare classes too much weight.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ from barter.core.params import Count, Fraction, Positive
 from barter.core.record import Round
 from barter.models.small import fedfree_cnn
 from barter.ops.fit import fit, sgd
+from barter.ops.prototypes import features_of
 
 __all__ = ["Bridge", "FedFree"]
 
@@ -77,7 +80,11 @@ AS_PUBLISHED = {
     "server_lr": 0.01,
     "transfer": "sampled",
     "fill": "zero",
+    "offset": "received",
 }
+# Loss of accuracy by the exchange that a run's remarks mention.
+NOTABLE_LOSS = 0.05
+
 Kind: TypeAlias = Literal["conv", "linear"]
 Entropy: TypeAlias = Literal["shannon", "tsallis", "collision"]
 
@@ -230,6 +237,27 @@ def layer_outputs(weight: Tensor, bias: Tensor | None, noise: Tensor) -> Tensor:
     return outputs.movedim(1, -1).flatten(0, -2)
 
 
+def is_head(client: Client, layer: nn.Module) -> bool:
+    """Return whether a layer is the one that computes the logits of a client's network."""
+    return layer is getattr(client.model, "head", None)
+
+
+def describe_loss(record: Round) -> list[str]:
+    """Say how much accuracy on local tests a round's exchange has cost, if it was much."""
+    before = record.values("before_local")
+    after = record.values("local", before)
+    if not after:
+        return []
+    mean_before = sum(before[k] for k in after) / len(after)
+    mean_after = sum(after.values()) / len(after)
+    if mean_before - mean_after < NOTABLE_LOSS:
+        return []
+    return [
+        f"in round {record.round}, received layers lowered the clients' accuracy on local tests from "
+        f"{mean_before:.1%} to {mean_after:.1%}"
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FedFree(Algorithm[Bridge, Client]):
     """Clients upload the layers that training changed most; each receives one layer."""
@@ -277,6 +305,9 @@ class FedFree(Algorithm[Bridge, Client]):
     transfer: Literal["sampled", "analytic"] = "analytic"
     # weights that the received layer does not cover: set to zero (Eq. 7), or keep them
     fill: Literal["zero", "retain"] = "retain"
+    # biases of a received head: chosen such that the mean logits of the client's images stay as
+    # they are, or as received (paper)
+    offset: Literal["own", "received"] = "own"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -511,7 +542,8 @@ class FedFree(Algorithm[Bridge, Client]):
     def receive(self, client: Client, gifts: list[Layer]) -> None:
         """Copy the received layer, if any, over the client's layer of its name (Eq. 7).
 
-        With `outputs` "trained", a head changes only for the client's classes.
+        With `outputs` "trained", a head changes only for the client's classes; with `offset` "own",
+        the mean logits of the client's images stay the same.
 
         Args:
             client: The client, whose model is changed in place.
@@ -520,11 +552,25 @@ class FedFree(Algorithm[Bridge, Client]):
         client.report["taken"] = len(gifts)
         for g in gifts:
             layer = client.model.get_submodule(g["name"])
-            outputs = slice(None) if self.outputs == "all" else self.trained_outputs(client, layer)
-            for parameter, received in ((layer.weight, g["weight"]), (layer.bias, g["bias"])):
-                if isinstance(parameter, Tensor):
-                    projected = self.fit_to_layer(received, parameter.detach())
-                    parameter.data[outputs] = projected[outputs]
+            if self.offset == "own" and is_head(client, layer):
+                mean_features = features_of(client.model, client.data).mean(0)
+                mean_logits = layer(mean_features).detach()
+                self.replace(client, layer, g)
+                if isinstance(layer.bias, Tensor):
+                    layer.bias.data += mean_logits - layer(mean_features).detach()
+            else:
+                self.replace(client, layer, g)
+
+    def replace(self, client: Client, layer: nn.Module, received: Layer) -> None:
+        """Copy a received layer over one of the client's, or some of its outputs."""
+        outputs = slice(None) if self.outputs == "all" else self.trained_outputs(client, layer)
+        for parameter, values in (
+            (layer.weight, received["weight"]),
+            (layer.bias, received["bias"]),
+        ):
+            if isinstance(parameter, Tensor):
+                projected = self.fit_to_layer(values, parameter.detach())
+                parameter.data[outputs] = projected[outputs]
 
     def trained_outputs(self, client: Client, layer: nn.Module) -> Tensor | slice:
         """Return the outputs of a layer that the client's data train.
@@ -532,13 +578,15 @@ class FedFree(Algorithm[Bridge, Client]):
         Returns:
             For the head, a mask of the client's classes; for other layers, a slice of all outputs.
         """
-        if layer is getattr(client.model, "head", None):
+        if is_head(client, layer):
             return client.data.class_counts() > 0
         return slice(None)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        if not rounds or any(r.server.get("gifts") for r in rounds):
+        if not rounds:
             return []
+        if any(r.server.get("gifts") for r in rounds):
+            return describe_loss(rounds[-1])
         why = (
             "layers are exchanged only among clients of the same architecture; "
             "fedproto and dffke work with different ones"
