@@ -658,7 +658,9 @@ def _recorded_interrupts() -> Iterator[list[int]]:
     def handle_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
         if unraisable.exc_type is KeyboardInterrupt:
             # In this thread it would be raised at once, and discarded again.
-            threading.Timer(RESEND_DELAY, os.kill, (os.getpid(), signal.SIGINT)).start()
+            timer = threading.Timer(RESEND_DELAY, os.kill, (os.getpid(), signal.SIGINT))
+            timers.append(timer)
+            timer.start()
         else:
             previous_hook(unraisable)
 
@@ -668,12 +670,15 @@ def _recorded_interrupts() -> Iterator[list[int]]:
     ):
         yield interrupts
         return
+    timers: list[threading.Timer] = []
     previous_hook = sys.unraisablehook
     sys.unraisablehook = handle_unraisable
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupts
     finally:
+        for timer in timers:
+            timer.cancel()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.unraisablehook = previous_hook
 
