@@ -91,7 +91,7 @@ def test_a_run_stops_in_time_and_goes_on(suite: Path, tmp_path: Path) -> None:
 
 def test_several_runs_at_a_time_lose_no_curve(suite: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
-    arguments = ["--suite", str(suite), "--rows", "alone@1", "other@2", "--ephemeral",
+    arguments = ["--suite", str(suite), "--rows", "alone@1", "other@2", "--ephemeral", "--copies",
                  "--out", str(out)]  # fmt: skip
     assert paper_tables.main([*arguments, "--jobs", "3"]) == 0
     runs = read_stored_runs(out)
@@ -101,6 +101,7 @@ def test_several_runs_at_a_time_lose_no_curve(suite: Path, tmp_path: Path) -> No
         ("small: other", 0, 2),
         ("small: other", 1, 2),
     ]
+    assert all(run.curve["copies"][-1] is None for run in runs), "local training makes no images"
 
 
 def test_a_queue_names_what_failed_and_runs_the_rest(
@@ -120,10 +121,9 @@ def test_the_copy_test_follows_the_last_round(suite: Path, tmp_path: Path) -> No
     variant = '"exchange" = ["algorithm.name=dffke", "algorithm.share=0.5"]\n'
     suite.write_text(SUITE + variant)
     out = tmp_path / "results.jsonl"
-    arguments = ["--suite", str(suite), "--rows", "exchange@2", "alone@1", "--seeds", "0",
-                 "--ephemeral", "--copies", "--out", str(out)]  # fmt: skip
-    assert paper_tables.main(arguments) == 0
-    exchange, alone = read_stored_runs(out)
+    (run,) = paper_tables.queue(suite, ["exchange@2"], "0", [], tmp_path, None)
+    paper_tables.work(run, out, math.inf, copies=True)
+    (exchange,) = read_stored_runs(out)
     for metric in ("copies", "copies-features"):
         first, last = exchange.curve[metric]
         assert first is None
@@ -134,7 +134,6 @@ def test_the_copy_test_follows_the_last_round(suite: Path, tmp_path: Path) -> No
         assert low is not None
         assert high is not None
         assert low < last <= high
-    assert alone.curve["copies"] == [None], "local training makes no images"
 
 
 def test_a_longer_curve_is_kept(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from tests.conftest import NEEDED
 def test_defaults_that_are_not_the_papers_are_named_with_both_values() -> None:
     note = describe_variant(ALGORITHMS["fedfree"]())
     assert note == (
-        "FedFree with barter's defaults differs from its paper in 5 fields, server_lr=0.5 (paper: 0.01), "
-        "match=place (paper: depth), outputs=trained (paper: all), transfer=analytic (paper: sampled) and 1 more; "
+        "FedFree with barter's defaults differs from its paper in 6 fields, server_lr=0.5 (paper: 0.01), "
+        "match=place (paper: depth), outputs=trained (paper: all), transfer=analytic (paper: sampled) and 2 more; "
         "preset=paper is the published method"
     )
 
@@ -48,4 +48,4 @@ def test_runs_and_comparisons_say_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "not as published, other values of epochs, server_lr, match" in " ".join(printed.split())
     assert "not as published" in (out / "table.md").read_text()
     (log,) = out.glob("*/seed-0.log")
-    assert "FedFree differs from its paper in 6 fields" in log.read_text()
+    assert "FedFree differs from its paper in 7 fields" in log.read_text()
