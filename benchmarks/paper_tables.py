@@ -154,22 +154,26 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def store(out: Path, run: StoredRun) -> None:
-    """Add a run to a file of stored runs; a shorter curve does not replace a longer one.
+    """Write a run to a file, in place of the one of its row and seed unless that has more rounds.
 
-    What only the stored curve has, such as copies and measurements, stays if it is of the same run.
+    Values that only the replaced one has, such as copies and measurements, are kept if the new run
+    `continues` it.
     """
     with exclusive(out):
         stored = {(r.row, r.seed): r for r in (read_stored_runs(out) if out.exists() else [])}
         before = stored.get((run.row, run.seed))
-        if before is not None and is_continued(before, run):
+        if before is not None and continues(run, before):
             run = replace(run, curve=merge_curves(before.curve, run.curve, len(run.rounds)))
         if before is None or len(before.rounds) <= len(run.rounds):
             stored[run.row, run.seed] = run
             write_stored_runs(out, stored.values())
 
 
-def is_continued(before: StoredRun, after: StoredRun) -> bool:
-    """Return whether two curves agree wherever both have a value, and the second is not shorter."""
+def continues(after: StoredRun, before: StoredRun) -> bool:
+    """Return whether a run can be the continuation of an earlier one.
+
+    It has at least as many rounds, and equal values where both curves have one.
+    """
     return len(before.rounds) <= len(after.rounds) and all(
         earlier == later
         for name in before.curve.keys() & after.curve.keys()
@@ -179,12 +183,12 @@ def is_continued(before: StoredRun, after: StoredRun) -> bool:
 
 
 def merge_curves(before: Curve, after: Curve, n_rounds: int) -> Curve:
-    """Return a curve with those values of an earlier one that it lacks.
+    """Return `after`, with values that it lacks taken from `before`.
 
     Args:
-        before: The earlier curve, of the first rounds of the same run.
-        after: The curve.
-        n_rounds: Its number of rounds.
+        before: The curve of the first rounds of the same run.
+        after: The curve of all rounds.
+        n_rounds: The number of rounds of `after`.
     """
     empty: list[float | None] = [None] * n_rounds
     merged = dict(after)

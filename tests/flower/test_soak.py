@@ -216,12 +216,13 @@ class Soak:
 
     def sweep(self) -> None:
         """Start each site that was killed at the end once more: it removes what its predecessor left."""
-        for name in (name for name in self.commands if name != "coordinator"):
+        for name in self.commands.keys() - {"coordinator"}:
             note = json.loads((self.home(name) / "rooms").read_text())
-            if not Path(note["folder"]).exists():
+            folder = Path(note["folder"])
+            if not folder.exists():
                 continue
             process = self.barter(f"log-{name}", *self.commands[name])
-            until(lambda folder=Path(note["folder"]): not folder.exists(), seconds=60)
+            until(lambda folder=folder: not folder.exists(), seconds=60)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, self.said
 
@@ -269,13 +270,12 @@ def test_a_harmed_federation_ends_as_a_calm_one(
     config = resolve(read_toml(soak.folder / "run.toml"))
     assert [record.round for record in rounds] == list(range(1, config.rounds + 1)), soak.said
     assert not left_behind(soak.folder), "no process is left"
+    # Torch has folders among the temporary ones, too.
     left = [
         path
         for path in soak.place.rglob("*")
         if path.suffix in (".tmp", ".new")
-        or (
-            path.parent.name == "tmp" and path.name.startswith(ROOMS)
-        )  # torch has folders there, too
+        or (path.parent.name == "tmp" and path.name.startswith(ROOMS))
     ]
     assert not left, "no temporary file is left"
     failures = [line for record in rounds for line in record.failures]

@@ -243,7 +243,7 @@ def is_head(client: Client, layer: nn.Module) -> bool:
 
 
 def describe_loss(record: Round) -> list[str]:
-    """Say how much accuracy on local tests a round's exchange has cost, if it was much."""
+    """Return a remark if received layers lowered the mean local test by `NOTABLE_LOSS` or more."""
     before = record.values("before_local")
     after = record.values("local", before)
     if not after:
@@ -542,8 +542,9 @@ class FedFree(Algorithm[Bridge, Client]):
     def receive(self, client: Client, gifts: list[Layer]) -> None:
         """Copy the received layer, if any, over the client's layer of its name (Eq. 7).
 
-        With `outputs` "trained", a head changes only for the client's classes; with `offset` "own",
-        the mean logits of the client's images stay the same.
+        It is fitted to the shape of the client's layer. With `outputs` "trained", a head changes
+        only for the client's classes; with `offset` "own", the biases of a received head are then
+        moved, so that the mean logits of the client's images are as before.
 
         Args:
             client: The client, whose model is changed in place.
@@ -555,14 +556,17 @@ class FedFree(Algorithm[Bridge, Client]):
             if self.offset == "own" and is_head(client, layer):
                 mean_features = features_of(client.model, client.data).mean(0)
                 mean_logits = layer(mean_features).detach()
-                self.replace(client, layer, g)
+                self.copy_layer(client, layer, g)
                 if isinstance(layer.bias, Tensor):
                     layer.bias.data += mean_logits - layer(mean_features).detach()
             else:
-                self.replace(client, layer, g)
+                self.copy_layer(client, layer, g)
 
-    def replace(self, client: Client, layer: nn.Module, received: Layer) -> None:
-        """Copy a received layer over one of the client's, or some of its outputs."""
+    def copy_layer(self, client: Client, layer: nn.Module, received: Layer) -> None:
+        """Copy a received layer over one of the client's.
+
+        With `outputs` "trained", only a head's rows of the client's classes are copied.
+        """
         outputs = slice(None) if self.outputs == "all" else self.trained_outputs(client, layer)
         for parameter, values in (
             (layer.weight, received["weight"]),

@@ -644,10 +644,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _recorded_interrupts() -> Iterator[list[int]]:
-    """Record interrupts, which modules may turn into any error while importing.
+    """Yield a list to which every SIGINT is added before it raises KeyboardInterrupt.
 
-    Python discards exceptions in callbacks such as those of the garbage collector. An interrupt that
-    is discarded is sent again.
+    Modules may turn the exception into another one while importing. Python discards exceptions in
+    callbacks such as those of the garbage collector; an interrupt that is discarded is sent again.
+    Nothing is done outside the main thread, or if SIGINT has another handler.
     """
     interrupts: list[int] = []
 
