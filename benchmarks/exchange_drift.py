@@ -72,6 +72,30 @@ class AnnealedExchange(DFFKE):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AveragedExchange(DFFKE):
+    """DFFKE whose clients average their networks before and after an exchange.
+
+    The first exchange is left out: it follows local training, which knows nothing of peers.
+    """
+
+    keep: Fraction = 0.5  # weight of the network before the exchange
+
+    def exchange(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> None:
+        """Learn from peers' logits, then move back towards the network before the exchange."""
+        before = {name: w.clone() for name, w in client.model.state_dict().items()}
+        super().exchange(client, lessons)
+        if client.exchanges == 1:
+            return
+        after = client.model.state_dict()
+        client.model.load_state_dict(
+            {
+                name: w.lerp(before[name], self.keep) if w.is_floating_point() else w
+                for name, w in after.items()
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class BridgedExchange(DFFKE):
     """DFFKE whose students see blends of a natural and a decoded image, with one's target.
 

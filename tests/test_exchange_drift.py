@@ -135,6 +135,24 @@ def test_the_annealed_exchange_is_dffke_in_the_first_round_and_slower_later() ->
     assert runs[0.5][1].clients != plain[1].clients
 
 
+def test_the_averaged_exchange_is_midway_between_the_networks_around_an_exchange() -> None:
+    averaged = "benchmarks.exchange_drift:AveragedExchange"
+    states = []
+    for run in (small(), small(averaged), small(averaged, keep=1.0)):
+        model = clients_of(run)[0].model
+        found = []
+        for _ in run.rounds(2, progress=False):
+            found.append({name: w.clone() for name, w in model.state_dict().items()})
+        states.append(found)
+    plain, half, all_kept = states
+    for name, start in plain[0].items():
+        if not start.is_floating_point():
+            continue  # a counter of batches
+        assert torch.equal(half[0][name], start), "the first exchange is left as it is"
+        assert torch.equal(all_kept[1][name], start)
+        torch.testing.assert_close(half[1][name], (start + plain[1][name]) / 2)
+
+
 def test_a_bridged_exchange_trains_and_differs_from_dffke() -> None:
     name = "benchmarks.exchange_drift:BridgedExchange"
     (bridged,) = small(name).rounds(1, progress=False)
