@@ -35,18 +35,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.algorithms.dffke import DFFKE, DFFKEClient
+from barter.algorithms.dffke import DFFKE, DFFKEClient, DFFKEServer, Offer
 from barter.attacks.overheard import clients_of
+from barter.core.algorithm import Algorithm
+from barter.core.clients import Replies
 from barter.core.errors import ConfigError
 from barter.core.evaluation import predict
 from barter.core.model import Classifier
-from barter.core.params import Fraction
+from barter.core.nodes import Client
+from barter.core.params import Count, Fraction
+from barter.core.payload import State
 from barter.core.record import Round
 from barter.experiment import Experiment
 from barter.models.generators import resize_images
 from barter.ops.fit import Subject
 from barter.ops.statistics import renew_statistics
-from barter.ops.transfer import Lesson
+from barter.ops.transfer import Entry, Lesson
 
 PER_CLIENT = 200  # images of each client that its peers are tested on
 COLUMNS = (
@@ -82,7 +86,7 @@ class AveragedExchange(DFFKE):
 
     def exchange(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> None:
         """Learn from peers' logits, then move back towards the network before the exchange."""
-        before = {name: w.clone() for name, w in client.model.state_dict().items()}
+        before = copy_state(client)
         super().exchange(client, lessons)
         if client.exchanges == 1:
             return
@@ -93,6 +97,61 @@ class AveragedExchange(DFFKE):
                 for name, w in after.items()
             }
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettlingDecoder(DFFKE):
+    """DFFKE whose server trains docking layers and decoder less from round to round."""
+
+    decay: Fraction = 0.8  # factor of their learning rate after each round
+
+    def make_transfer_data(self, server: DFFKEServer, offers: Replies[Offer], t: int) -> Entry:
+        """Make the round's transfer data with the server's learning rate of that round."""
+        slower = replace(self, lr=self.lr * self.decay ** (t - 1))
+        return DFFKE.make_transfer_data(slower, server, offers, t)
+
+
+class FrozenClient(DFFKEClient):
+    """A client that keeps an earlier version of its network."""
+
+    earlier: State = {}  # empty until it is frozen
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenExchange(DFFKE, Algorithm[DFFKEServer, FrozenClient]):
+    """DFFKE whose images are decoded through networks that stay as they were in an early round.
+
+    From then on clients learn from decoded images, but decoded images do not follow what clients
+    have learned.
+    """
+
+    after: Count = 5  # exchanges after which a client's network is kept for decoding
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.later_epochs != 0:
+            raise ConfigError("FrozenExchange trains no earlier network: it needs later_epochs=0")
+
+    def learn(self, client: FrozenClient) -> Offer:  # type: ignore[override]
+        """Return what the server decodes, of the earlier network if there is one."""
+        if not client.earlier:
+            return super().learn(client)
+        now = copy_state(client)
+        client.model.load_state_dict(client.earlier)
+        offer = super().learn(client)
+        client.model.load_state_dict(now)
+        return offer
+
+    def exchange(self, client: FrozenClient, lessons: dict[int, Lesson]) -> None:  # type: ignore[override]
+        """Learn from peers' logits, and keep the network after the given number of exchanges."""
+        super().exchange(client, lessons)
+        if client.exchanges == self.after:
+            client.earlier = copy_state(client)
+
+
+def copy_state(client: Client) -> State:
+    """Return a copy of a client's weights."""
+    return {name: value.clone() for name, value in client.model.state_dict().items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,6 +169,30 @@ def test_values_are_compared_with_the_others(values: dict[int, Any], found: list
     assert list(refused(values, "predict")) == found
 
 
+def one_large(value: float, rest: float = 1.0) -> dict[int, list[Tensor]]:
+    """Return 1,000 rows of ten numbers, of which a single one differs from the others."""
+    numbers = torch.full((1000, 10), rest)
+    numbers[7, 3] = value
+    return {0: [numbers]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (one_large(900.0), None),  # the root mean square is sqrt(1 + 81) = 9.06
+        (one_large(-900.0), None),
+        (one_large(1100.0), "largest absolute value is 1.1e+03, 1.1e+03 times"),
+        (one_large(99.0, rest=99.0), None),
+        (one_large(101.0, rest=101.0), "root mean square is 101, 101 times"),
+    ],
+)
+def test_a_single_value_may_be_larger_than_all_together(answer: Any, reason: str | None) -> None:
+    found = refused({0: one_large(1.0), 1: one_large(1.0), 2: answer}, "predict")
+    assert list(found) == ([] if reason is None else [2])
+    if reason is not None:
+        assert reason in found[2]
+
+
 def test_what_a_network_computes_is_compared() -> None:
     net = network("small-vgg")
     trained = {

@@ -40,7 +40,12 @@ __all__ = ["OutlierComparison", "compare_answers", "find_large_logits", "probe"]
 
 # An answer may be this many times as large as its reference.
 OUTLIER_FACTOR = 100.0
-# The same if no other client answered, so that only initial or received weights can be compared.
+# A single number among values, such as one feature of one image, may be this many times as large. A
+# unit that is nearly always silent has a small standard deviation, by which batch normalisation
+# divides; so one rare image can excite it a hundred times as much as usual. The root mean square
+# bounds how far all values together can be off.
+PEAK_FACTOR = 1000.0
+# The same as OUTLIER_FACTOR if no other client answered, so that only initial or received weights can be compared.
 FACTOR_WITHOUT_OTHERS = 1000.0
 # Weights may be this many times as large as the initial ones, and larger only by GROWTH times what
 # the client received. The other references follow what earlier answers have done to the weights.
@@ -102,8 +107,9 @@ def compare_answers(
 ) -> dict[int, OutlierComparison]:
     """Compare each answer with its references.
 
-    The limit is 100 times the reference, or 1000 times if no other client answered with a part of
-    this kind. What the client received counts only if the answer exceeds its limit without it.
+    The limit is 100 times the reference. It is 1000 times for the largest absolute value of what is
+    neither weights nor statistics, and if no other client answered with a part of this kind. What
+    the client received counts only if the answer exceeds its limit without it.
 
     Args:
         answers: Client -> magnitudes of its answer's tensors.
@@ -225,7 +231,9 @@ class _Table:
                 reference = reference.at_least(_Size(USUAL_VALUE, USUAL_VALUE))
             else:
                 continue
-            found_all += _compare(place, size, reference, without_others=not same)
+            found_all += _compare(
+                place, size, reference, without_others=not same, values=kind == "value"
+            )
         for key, found in self.tensors.items():
             same = [_size(other.tensors[key]) for other in others if key in other.tensors]
             reference = _median(same).at_least(*_of(received, found.name))
@@ -241,7 +249,7 @@ class _Table:
 
 
 def _compare(
-    path: str, size: _Size, reference: _Size, *, without_others: bool
+    path: str, size: _Size, reference: _Size, *, without_others: bool, values: bool = False
 ) -> list[OutlierComparison]:
     """Compare peak and rms of an answer's part with a reference, unless it is zero.
 
@@ -250,12 +258,13 @@ def _compare(
         size: The part's peak and rms.
         reference: What is usual.
         without_others: Whether the reference comes from no other client, which widens the limit.
+        values: Whether the part is neither weights nor statistics, which widens that of its peak.
     """
     times = FACTOR_WITHOUT_OTHERS if without_others else OUTLIER_FACTOR
     whose = (
         "initial or received weights" if without_others else "what is usual among the other clients"
     )
-    return _pair(path, size, reference, times, whose)
+    return _pair(path, size, reference, times, whose, PEAK_FACTOR if values else times)
 
 
 def _compare_with_start(
@@ -271,16 +280,25 @@ def _compare_with_start(
 
 
 def _pair(
-    path: str, size: _Size, reference: _Size, times: float, whose: str
+    path: str,
+    size: _Size,
+    reference: _Size,
+    times: float,
+    whose: str,
+    peak_times: float | None = None,
 ) -> list[OutlierComparison]:
-    """Return the comparisons of peak and rms with those references that are not zero."""
+    """Return the comparisons of peak and rms with those references that are not zero.
+
+    Their limit is `times` the reference, that of the peak `peak_times` if it is given.
+    """
+    peak_times = times if peak_times is None else peak_times
     pairs = (
-        ("largest absolute value", size.peak, reference.peak),
-        ("root mean square", size.rms, reference.rms),
+        ("largest absolute value", size.peak, reference.peak, peak_times),
+        ("root mean square", size.rms, reference.rms, times),
     )
     return [
-        OutlierComparison(path, title, value, usual, times, whose)
-        for title, value, usual in pairs
+        OutlierComparison(path, title, value, usual, limit, whose)
+        for title, value, usual, limit in pairs
         if usual > 0
     ]
 
