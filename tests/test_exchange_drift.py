@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from barter.algorithms.dffke import DFFKE, DFFKEClient, DFFKEServer, Offer
 from barter.attacks.overheard import clients_of
 from barter.core.errors import ConfigError
 from barter.core.evaluation import predict
@@ -151,6 +152,55 @@ def test_the_averaged_exchange_is_midway_between_the_networks_around_an_exchange
         assert torch.equal(half[0][name], start), "the first exchange is left as it is"
         assert torch.equal(all_kept[1][name], start)
         torch.testing.assert_close(half[1][name], (start + plain[1][name]) / 2)
+
+
+def test_a_frozen_exchange_decodes_through_the_network_of_an_early_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offers: list[dict[str, torch.Tensor]] = []
+    learn = DFFKE.learn
+
+    def record(self: DFFKE, client: DFFKEClient) -> Offer:
+        offer = learn(self, client)
+        if client.id == 0:
+            offers.append({name: w.clone() for name, w in offer["weights"].items()})
+        return offer
+
+    monkeypatch.setattr(DFFKE, "learn", record)
+    run = small("benchmarks.exchange_drift:FrozenExchange", after=1)
+    ends = []
+    for _ in run.rounds(3, progress=False):
+        model = clients_of(run)[0].model
+        ends.append({name: w.clone() for name, w in model.state_dict().items()})
+
+    def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(one[name], other[name]) for name in one)
+
+    assert equal(offers[1], ends[0])
+    assert equal(offers[2], ends[0])
+    assert not equal(ends[1], ends[0]), "the network itself learns on"
+    assert not equal(ends[2], ends[1])
+    with pytest.raises(ConfigError, match="it needs later_epochs=0"):
+        small("benchmarks.exchange_drift:FrozenExchange", later_epochs=1)
+
+
+def test_the_settling_decoder_is_dffke_in_the_first_round_and_changes_less_later() -> None:
+    def decoders(run: Experiment) -> list[dict[str, torch.Tensor]]:
+        server = run.engine.server
+        assert isinstance(server, DFFKEServer)
+        return [
+            {n: w.clone() for n, w in server.decoder.items() if n.endswith("weight")}
+            for _ in run.rounds(2, progress=False)
+        ]
+
+    def largest_change(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
+        return max(float((after[name] - w).abs().max()) for name, w in before.items())
+
+    plain = decoders(small())
+    settled = decoders(small("benchmarks.exchange_drift:SettlingDecoder", decay=1e-6))
+    assert largest_change(plain[0], settled[0]) == 0
+    assert largest_change(*plain) > 1e-4
+    assert largest_change(*settled) < 1e-7
 
 
 def test_a_bridged_exchange_trains_and_differs_from_dffke() -> None:
