@@ -225,9 +225,9 @@ def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(
 ) -> None:
     seen: list[Tensor] = []
 
-    def noted(server: DFFKEServer, e: dict[int, Tensor], *arguments: Any) -> Any:
+    def noted(server: DFFKEServer, e: dict[int, Tensor], *arguments: Any, **more: Any) -> Any:
         seen.extend(e.values())
-        return unify(server, e, *arguments)
+        return unify(server, e, *arguments, **more)
 
     monkeypatch.setattr("barter.algorithms.dffke.unify", noted)
     exchanged(1, reveal="nothing", noise=7.0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from barter.algorithms.dffke import DFFKEServer
 from barter.core.images import Spec
 from barter.models.generators import Decoder, resize_images
-from barter.ops.docking import unify
+from barter.ops.docking import embedding_size, unify
 from barter.ops.fit import Trainer, adam
 from barter.ops.inversion import Schedule, Terms, Viewer, fit_decoder
 from barter.ops.statistics import whitening_transform
@@ -119,6 +119,39 @@ def test_docking_layers_make_exactly_the_codes_and_are_kept_as_trained(whiten: f
         )
         for k in embeddings:
             assert torch.allclose(codes[k], (unwhitened[k] - mean) @ matrix, atol=1e-4)
+
+
+def test_the_size_of_embeddings_is_their_root_mean_square() -> None:
+    assert embedding_size(torch.tensor([[[3.0, -4.0]], [[0.0, 5.0]]])) == pytest.approx(12.5**0.5)
+    assert embedding_size(torch.zeros(2, 1, 3)) == 1
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+@pytest.mark.parametrize(("size", "larger"), [(1.0, 64.0), (2.0**-8, 2.0**-20)])
+def test_standardised_codes_do_not_depend_on_how_large_features_of_a_network_are(
+    floor: float, size: float, larger: float
+) -> None:
+    torch.manual_seed(0)
+    embeddings = {k: torch.randn(50, 2, 6) for k in range(3)}
+    labels = {k: torch.arange(50) % 10 for k in range(3)}
+
+    def unified_at(factor: float, start: dict[int, Any]) -> Any:
+        torch.manual_seed(1)
+        scaled = {**embeddings, 1: factor * embeddings[1]}
+        return unify(hub(), scaled, labels, start, 4, 20, adam(1e-2), floor, standardise=True)
+
+    start = unified_at(size, {})[2]
+    rescaled = {**start, 1: {**start[1], "weight": start[1]["weight"] * (size / larger)}}
+    one = unified_at(size, start)
+    other = unified_at(larger, rescaled)
+    for k in range(3):
+        torch.testing.assert_close(one[1][k], other[1][k], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        size * one[2][1]["weight"], larger * other[2][1]["weight"], atol=1e-5, rtol=1e-3
+    )
+    # The layers are of the embeddings as they are.
+    layer = one[0][1]
+    assert torch.equal(layer(size * embeddings[1]), one[1][1])
 
 
 def test_whitened_codes_of_all_clients_together_vary_alike() -> None:

@@ -30,6 +30,8 @@ effect of each field):
 
 - `whiten`: codes are whitened. Eq. 11 rewards only the separation of classes, so the decoder
   generated one image per class.
+- `standardised`: embeddings of all clients have the same size. It is off by default, as it has been
+  measured with small networks only.
 - `reveal`: how much of its images a client offers, for clients that may not show them; the paper
   has "images", and "nothing" with noise in place of embeddings (Table 4). With crops of photographs
   in their place, clients upload logits alone.
@@ -277,6 +279,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     # equalise the variance of codes in all directions where it exceeds this share of the mean
     # variance; 0 in the paper
     whiten: NonNegative = 0.1
+    # divide each client's embeddings by their root mean square before they are docked, so that
+    # networks with large features do not spoil the codes of others; not in the paper
+    standardised: bool = False
     # smallest number of decoder steps, for small data sets; not in the paper
     decoder_steps: Whole = 70
     # mean number of codes per client in a decoder step; none is batch_size, as in the paper
@@ -526,7 +531,15 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         e, y = self.collect_embeddings(server, models, offers, seed)
         recipe = adam(self.lr, DOCKING_WEIGHT_DECAY)
         z, codes, docking = unify(
-            server, e, y, server.docking, self.code_dim, self.docking_epochs, recipe, self.whiten
+            server,
+            e,
+            y,
+            server.docking,
+            self.code_dim,
+            self.docking_epochs,
+            recipe,
+            self.whiten,
+            standardise=self.standardised,
         )
         server.docking |= docking
         viewers = {k: Viewer(models[k], z[k]) for k in offers}
