@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from barter.algorithms.dffke import DFFKEServer
+from barter.algorithms.dffke import DFFKE, DFFKEServer
 from barter.core.images import Spec
+from barter.core.model import Classifier
+from barter.experiment import Experiment
+from barter.models import zoo
 from barter.models.generators import Decoder, resize_images
 from barter.ops.docking import embedding_size, unify
 from barter.ops.fit import Trainer, adam
 from barter.ops.inversion import Schedule, Terms, Viewer, fit_decoder
 from barter.ops.statistics import whitening_transform
 from barter.ops.views import count_views
-from tests.conftest import same, small_federation, tiny
+from tests.conftest import TINY, same, small_federation, tiny
 
 
 def test_the_decoder_draws_32_pixels_and_is_resized_from_there() -> None:
@@ -229,3 +233,38 @@ def test_the_decoder_makes_at_least_so_many_steps(mixed: bool) -> None:
     for floor in (3, 13):
         steps, _ = decoder_steps(mixed=mixed, epochs=1, floor=floor)
         assert len(steps) == (max(floor, 5) if mixed else 3 * max(floor, 10))
+
+
+class Magnified(Classifier):
+    """A small network with features that are larger by a factor, and the same logits."""
+
+    def __init__(self, factor: float, spec: Spec) -> None:
+        super().__init__()
+        self.network = zoo.build_network("small-mlp", spec)
+        self.feature_dim = self.network.feature_dim
+        self.factor = factor
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.factor * self.network.features(x)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.network.logits(features / self.factor)
+
+
+@pytest.mark.parametrize("standardised", [True, False])
+def test_only_standardised_embeddings_ignore_how_large_features_are(standardised: bool) -> None:
+    records = []
+    for factor in (1.0, 64.0):
+        experiment = Experiment(
+            DFFKE(**{**TINY["dffke"], "decoder_steps": 20, "standardised": standardised}),
+            data="digits",
+            models=[partial(Magnified, factor), "small-mlp"],
+            clients=3,
+            seed=0,
+        )
+        records += experiment.rounds(1, progress=False)
+    before, after = ([record.clients[k]["before_global"] for k in range(3)] for record in records)
+    assert before == after, "the networks are the same"
+    losses = [record.server["decoder_loss"] for record in records]
+    alike = losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert alike == standardised, losses
