@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from barter.algorithms.dffke import DFFKE, DFFKEServer
 from barter.core.images import Spec
-from barter.core.model import Classifier
 from barter.experiment import Experiment
-from barter.models import zoo
 from barter.models.generators import Decoder, resize_images
-from barter.ops.docking import embedding_size, unify
+from barter.ops.docking import compare_sizes, embedding_size, unify
 from barter.ops.fit import Trainer, adam
 from barter.ops.inversion import Schedule, Terms, Viewer, fit_decoder
 from barter.ops.statistics import whitening_transform
 from barter.ops.views import count_views
+from benchmarks.magnified import magnify
 from tests.conftest import TINY, same, small_federation, tiny
 
 
@@ -128,6 +127,8 @@ def test_docking_layers_make_exactly_the_codes_and_are_kept_as_trained(whiten: f
 def test_the_size_of_embeddings_is_their_root_mean_square() -> None:
     assert embedding_size(torch.tensor([[[3.0, -4.0]], [[0.0, 5.0]]])) == pytest.approx(12.5**0.5)
     assert embedding_size(torch.zeros(2, 1, 3)) == 1
+    sizes = (3.0, -12.0, 1.0, 2.0)
+    assert compare_sizes({k: torch.full((2, 1, 2), x) for k, x in enumerate(sizes)}) == 12
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1])
@@ -235,36 +236,27 @@ def test_the_decoder_makes_at_least_so_many_steps(mixed: bool) -> None:
         assert len(steps) == (max(floor, 5) if mixed else 3 * max(floor, 10))
 
 
-class Magnified(Classifier):
-    """A small network with features that are larger by a factor, and the same logits."""
-
-    def __init__(self, factor: float, spec: Spec) -> None:
-        super().__init__()
-        self.network = zoo.build_network("small-mlp", spec)
-        self.feature_dim = self.network.feature_dim
-        self.factor = factor
-
-    def features(self, x: Tensor) -> Tensor:
-        return self.factor * self.network.features(x)
-
-    def logits(self, features: Tensor) -> Tensor:
-        return self.network.logits(features / self.factor)
-
-
 @pytest.mark.parametrize("standardised", [True, False])
 def test_only_standardised_embeddings_ignore_how_large_features_are(standardised: bool) -> None:
     records = []
+    remarks = []
     for factor in (1.0, 64.0):
         experiment = Experiment(
             DFFKE(**{**TINY["dffke"], "decoder_steps": 20, "standardised": standardised}),
             data="digits",
-            models=[partial(Magnified, factor), "small-mlp"],
+            models=[partial(magnify, name="small-mlp", factor=factor), "small-mlp"],
             clients=3,
             seed=0,
         )
         records += experiment.rounds(1, progress=False)
+        remarks.append(experiment.algorithm.remarks(records[-1:]))
     before, after = ([record.clients[k]["before_global"] for k in range(3)] for record in records)
     assert before == after, "the networks are the same"
     losses = [record.server["decoder_loss"] for record in records]
     alike = losses[1] == pytest.approx(losses[0], rel=0.01)
     assert alike == standardised, losses
+    assert remarks[0] == []
+    ratio = records[1].server["embedding_ratio"]
+    assert 16 < ratio < 256
+    advice = f"one client's embeddings are {ratio:.0f} times as large as another's"
+    assert [remark.startswith(advice) for remark in remarks[1]] == [True] * (not standardised)

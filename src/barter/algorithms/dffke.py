@@ -52,7 +52,7 @@ effect of each field):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal, NotRequired, TypeAlias, TypedDict
@@ -72,11 +72,12 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State, nbytes
+from barter.core.record import Round
 from barter.core.robust import Aggregate
 from barter.core.seeds import stream_seed
 from barter.models.generators import decoder_side, resize_images
 from barter.ops.distill import tempered_kl
-from barter.ops.docking import unify
+from barter.ops.docking import compare_sizes, unify
 from barter.ops.embedding_models import (
     ClassGaussians,
     count_directions,
@@ -114,6 +115,7 @@ __all__ = ["DFFKE", "DFFKEClient", "DFFKEServer"]
 
 # Teachers are nearly certain of what photographs show; the other classes of their answers teach too.
 PHOTOGRAPH_TEMPERATURE = 3.0
+LARGE_RATIO = 4.0  # Embeddings this many times as large as another client's cost accuracy.
 DOCKING_WEIGHT_DECAY = 1e-3  # weight decay of the docking layers' Adam, as in the authors' code
 
 Tensors: TypeAlias = dict[int, Tensor]  # one tensor per client
@@ -432,6 +434,16 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         rounds = 1 + (n if self.memory is None else min(n, self.memory))
         return 2 * n * (4 * numbers + 8) + rounds * WORD
 
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        remarks = super().remarks(rounds)
+        ratios = [record.server.get("embedding_ratio", 0.0) for record in rounds[-1:]]
+        if ratios and ratios[0] > LARGE_RATIO and not self.standardised:
+            remarks.append(
+                f"one client's embeddings are {ratios[0]:.0f} times as large as another's, and large "
+                "ones spoil the synthetic images of all: set algorithm.standardised=true"
+            )
+        return remarks
+
     def round(self, server: DFFKEServer, clients: Clients, t: int) -> None:
         if self.crops_photographs:
             prepare_photographs(server.spec, server.device)
@@ -529,6 +541,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         # From this seed, clients repeat the server's samples of the statistics.
         seed = int(torch.randint(2**31, ())) if self.describes else 0
         e, y = self.collect_embeddings(server, models, offers, seed)
+        server.report["embedding_ratio"] = compare_sizes(e)
         recipe = adam(self.lr, DOCKING_WEIGHT_DECAY)
         z, codes, docking = unify(
             server,

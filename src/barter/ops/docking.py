@@ -17,7 +17,7 @@ from barter.core.payload import State, isolate
 from barter.ops.fit import Trainer
 from barter.ops.statistics import whiten
 
-__all__ = ["docking_loss", "embedding_size", "unify"]
+__all__ = ["compare_sizes", "docking_loss", "embedding_size", "unify"]
 
 
 def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -29,6 +29,15 @@ def embedding_size(embeddings: Tensor) -> float:
     """Return the root mean square of a client's embeddings; 1 if they are all zero."""
     norm = float(torch.linalg.vector_norm(embeddings, dtype=torch.float64))
     return norm / math.sqrt(embeddings.numel()) or 1.0
+
+
+def compare_sizes(embeddings: Mapping[int, Tensor]) -> float:
+    """Return how many times larger the largest client's embeddings are than the smallest's.
+
+    Each client's are measured by their `embedding_size`.
+    """
+    sizes = [embedding_size(e) for e in embeddings.values()]
+    return max(sizes) / min(sizes)
 
 
 def unify(
