@@ -13,9 +13,9 @@ answers need every client's private images, so they exist in a simulation only.
   "likeness" is the mean correlation of a decoded image's pixels with those of its private image;
   it ignores brightness and contrast. "teachers" is the clients' accuracy on decoded images of
   their own data.
-- Do clients infer the class from whether an image is natural or decoded? A client sees natural
-  images of its own classes alone, and decoded ones of all classes. Its own classes are those of
-  which it has more images than of the average class. "own-natural" is the share of natural test
+- Do clients infer the class from whether an image is natural or decoded? Nearly all natural images
+  that a client trains on are of its own classes, and decoded ones are of all classes. Its own
+  classes are those of which it has more images than of the average class. "own-natural" is the share of natural test
   images of other classes that it classifies as one of its own, "own-decoded" the same share of its
   peers' decoded images.
 
@@ -44,7 +44,7 @@ from barter.core.evaluation import predict
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, Fraction
-from barter.core.payload import State
+from barter.core.payload import State, isolate
 from barter.core.record import Round
 from barter.experiment import Experiment
 from barter.models.generators import resize_images
@@ -138,7 +138,8 @@ class FrozenExchange(DFFKE, Algorithm[DFFKEServer, FrozenClient]):
             return super().learn(client)
         now = copy_state(client)
         client.model.load_state_dict(client.earlier)
-        offer = super().learn(client)
+        # The offered weights are those of the model until they are copied.
+        offer = isolate(super().learn(client))
         client.model.load_state_dict(now)
         return offer
 

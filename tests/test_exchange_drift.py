@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from barter.algorithms.dffke import DFFKE, DFFKEClient, DFFKEServer, Offer
+from barter.algorithms.dffke import DFFKE, DFFKEServer, Offer
 from barter.attacks.overheard import clients_of
+from barter.core.clients import Replies
 from barter.core.errors import ConfigError
 from barter.core.evaluation import predict
 from barter.experiment import Experiment
 from barter.ops.statistics import renew_statistics
+from barter.ops.transfer import Entry
 from barter.setup.config import resolve
 from benchmarks.exchange_drift import (
     COLUMNS,
@@ -158,15 +160,13 @@ def test_a_frozen_exchange_decodes_through_the_network_of_an_early_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offers: list[dict[str, torch.Tensor]] = []
-    learn = DFFKE.learn
+    make_transfer_data = DFFKE.make_transfer_data
 
-    def record(self: DFFKE, client: DFFKEClient) -> Offer:
-        offer = learn(self, client)
-        if client.id == 0:
-            offers.append({name: w.clone() for name, w in offer["weights"].items()})
-        return offer
+    def record(self: DFFKE, server: DFFKEServer, received: Replies[Offer], t: int) -> Entry:
+        offers.append({name: w.clone() for name, w in received[0]["weights"].items()})
+        return make_transfer_data(self, server, received, t)
 
-    monkeypatch.setattr(DFFKE, "learn", record)
+    monkeypatch.setattr(DFFKE, "make_transfer_data", record)
     run = small("benchmarks.exchange_drift:FrozenExchange", after=1)
     ends = []
     for _ in run.rounds(3, progress=False):

@@ -40,12 +40,13 @@ __all__ = ["OutlierComparison", "compare_answers", "find_large_logits", "probe"]
 
 # An answer may be this many times as large as its reference.
 OUTLIER_FACTOR = 100.0
-# A single number among values, such as one feature of one image, may be this many times as large. A
-# unit that is nearly always silent has a small standard deviation, by which batch normalisation
-# divides; so one rare image can excite it a hundred times as much as usual. The root mean square
-# bounds how far all values together can be off.
+# A single number among values, such as one feature of one image, may be this many times as large.
+# A unit that is nearly always silent has a small standard deviation, by which batch normalisation
+# divides, so that one rare image can excite it far more than usual. The root mean square bounds how
+# far all values together can be off.
 PEAK_FACTOR = 1000.0
-# The same as OUTLIER_FACTOR if no other client answered, so that only initial or received weights can be compared.
+# The same as OUTLIER_FACTOR if no other client answered, so that only initial or received weights
+# can be compared.
 FACTOR_WITHOUT_OTHERS = 1000.0
 # Weights may be this many times as large as the initial ones, and larger only by GROWTH times what
 # the client received. The other references follow what earlier answers have done to the weights.
