@@ -269,6 +269,7 @@ CHANGES: list[dict[str, Any]] = [
     {"docking_epochs": 2},
     {"whiten": 0.0},
     {"whiten": 1.0},
+    {"standardised": True},
     {"decoder_epochs": 3},
     {"decoder_steps": 3},
     {"decoder_batch": 5},

@@ -32,6 +32,7 @@ class Methods:
     def train(self, client: Any) -> State: ...  # type: ignore[empty-body]
     def predict(self, client: Any) -> dict[int, list[Tensor]]: ...  # type: ignore[empty-body]
     def answer(self, client: Any) -> Annotated[Tensor, Floats("n", compared=False)]: ...  # type: ignore[empty-body]
+    def embed(self, client: Any) -> Annotated[Tensor, Floats("n", "m", rare_peaks=True)]: ...  # type: ignore[empty-body]
 
 
 def sizes(state: State) -> Initial:
@@ -169,11 +170,11 @@ def test_values_are_compared_with_the_others(values: dict[int, Any], found: list
     assert list(refused(values, "predict")) == found
 
 
-def one_large(value: float, rest: float = 1.0) -> dict[int, list[Tensor]]:
+def one_large(value: float, rest: float = 1.0) -> Tensor:
     """Return 1,000 rows of ten numbers, of which a single one differs from the others."""
     numbers = torch.full((1000, 10), rest)
     numbers[7, 3] = value
-    return {0: [numbers]}
+    return numbers
 
 
 @pytest.mark.parametrize(
@@ -186,11 +187,19 @@ def one_large(value: float, rest: float = 1.0) -> dict[int, list[Tensor]]:
         (one_large(101.0, rest=101.0), "root mean square is 101, 101 times"),
     ],
 )
-def test_a_single_value_may_be_larger_than_all_together(answer: Any, reason: str | None) -> None:
-    found = refused({0: one_large(1.0), 1: one_large(1.0), 2: answer}, "predict")
+def test_a_single_feature_may_be_larger_than_all_together(
+    answer: Tensor, reason: str | None
+) -> None:
+    found = refused({0: one_large(1.0), 1: one_large(1.0), 2: answer}, "embed")
     assert list(found) == ([] if reason is None else [2])
     if reason is not None:
         assert reason in found[2]
+
+
+def test_a_single_other_value_may_not() -> None:
+    usual = {k: {0: [one_large(1.0)]} for k in (0, 1)}
+    assert list(refused({**usual, 2: {0: [one_large(101.0)]}}, "predict")) == [2]
+    assert not refused({**usual, 2: {0: [one_large(99.0)]}}, "predict")
 
 
 def test_what_a_network_computes_is_compared() -> None:

@@ -130,7 +130,9 @@ class Offer(TypedDict):
     examples: Annotated[int, Within(1, "examples", "n")]
     weights: NotRequired[Annotated[State, Weights(half="describes"), When("inverts")]]
     # of each view of each image, or of mixtures of images: the whole image first, then its parts
-    embeddings: NotRequired[Annotated[Tensor, Floats("n", "views", "features"), When("embeds")]]
+    embeddings: NotRequired[
+        Annotated[Tensor, Floats("n", "views", "features", rare_peaks=True), When("embeds")]
+    ]
     labels: NotRequired[Annotated[Tensor, Labels("n"), When("embeds")]]
     # a model of the embeddings of each class, from which the server samples
     gaussians: NotRequired[Annotated[ClassGaussians, When("describes")]]

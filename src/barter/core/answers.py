@@ -169,6 +169,7 @@ class Magnitude:
     shape: torch.Size
     peak: float  # Largest absolute value.
     norm: float  # Euclidean norm.
+    rare_peaks: bool = False  # Whether single values may be far larger than usual, see `Floats`.
 
     @property
     def name(self) -> str:
@@ -368,7 +369,7 @@ class _Checker:
         self.known = known
         self.finite = method not in getattr(algorithm, "may_be_infinite", ())
         self.ranges: list[RangeCheck] = []
-        self.floats: list[tuple[str, str, AnswerKind, Tensor]] = []  # path, group, kind, tensor
+        self.floats: list[tuple[str, str, AnswerKind, bool, Tensor]] = []  # path, group, kind, tensor
         self.networks: list[tuple[str, State]] = []
 
     def match(self, tree: Payload, schema: Schema, path: str, sizes: Sizes) -> None:
@@ -685,7 +686,8 @@ class _Checker:
         if value.is_floating_point() and (mark is None or mark.compared):
             value_of_its_own: tuple[str, AnswerKind] = (path, "value")
             group, kind = origin or value_of_its_own
-            self.floats.append((path, group, kind, value.detach()))
+            rare_peaks = mark is not None and mark.rare_peaks
+            self.floats.append((path, group, kind, rare_peaks, value.detach()))
         if isinstance(mark, DistinctClasses) and len(value) > 1:
             step = value.diff().amin()
             self.ranges.append(RangeCheck(path, "smallest step", step, 1, EXACT_LIMIT, sizes))
@@ -696,7 +698,7 @@ class _Checker:
         Raises:
             PayloadError: If a statistic is NaN, infinite or out of its range.
         """
-        norms = _norms([value for _, _, _, value in self.floats])
+        norms = _norms([value for *_, value in self.floats])
         found_numbers = to_floats([found.number for found in self.ranges] + norms)
         peaks: dict[str, float] = {}
         for found, value in zip(self.ranges, found_numbers, strict=False):
@@ -712,8 +714,10 @@ class _Checker:
             peaks[found.path] = max(peaks.get(found.path, 0.0), abs(value))
         norm_values = found_numbers[len(self.ranges) :]
         return [
-            Magnitude(path, group, kind, value.shape, peaks[path], norm)
-            for (path, group, kind, value), norm in zip(self.floats, norm_values, strict=True)
+            Magnitude(path, group, kind, value.shape, peaks[path], norm, rare_peaks)
+            for (path, group, kind, rare_peaks, value), norm in zip(
+                self.floats, norm_values, strict=True
+            )
         ]
 
 

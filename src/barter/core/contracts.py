@@ -71,6 +71,9 @@ class Floats:
         compared: Whether an answer is refused if its values are far larger than the other clients'.
             False where large values do no harm, such as logits that only enter a softmax: those of
             an honest client for images unlike its own can be hundreds of times the usual ones.
+        rare_peaks: Whether a single value may be 1000 instead of 100 times as large as usual, as in
+            features of many images: one rare image can excite a unit that is nearly always silent.
+            Not for what others load or average.
     """
 
     dtype = torch.float32
@@ -82,11 +85,13 @@ class Floats:
         most: float | str = BOUND,
         half: str = "",
         compared: bool = True,
+        rare_peaks: bool = False,
     ) -> None:
         self.shape = shape
         self.most = most
         self.half = half
         self.compared = compared
+        self.rare_peaks = rare_peaks
 
 
 class Halves(Floats):

@@ -40,7 +40,7 @@ __all__ = ["OutlierComparison", "compare_answers", "find_large_logits", "probe"]
 
 # An answer may be this many times as large as its reference.
 OUTLIER_FACTOR = 100.0
-# A single number among values, such as one feature of one image, may be this many times as large.
+# A single number may be this many times as large where the contract says `rare_peaks`: features.
 # A unit that is nearly always silent has a small standard deviation, by which batch normalisation
 # divides, so that one rare image can excite it far more than usual. The root mean square bounds how
 # far all values together can be off.
@@ -108,9 +108,9 @@ def compare_answers(
 ) -> dict[int, OutlierComparison]:
     """Compare each answer with its references.
 
-    The limit is 100 times the reference. It is 1000 times for the largest absolute value of what is
-    neither weights nor statistics, and if no other client answered with a part of this kind. What
-    the client received counts only if the answer exceeds its limit without it.
+    The limit is 100 times the reference. It is 1000 times for the largest absolute value where the
+    contract says `rare_peaks`, and if no other client answered with a part of this kind. What the
+    client received counts only if the answer exceeds its limit without it.
 
     Args:
         answers: Client -> magnitudes of its answer's tensors.
@@ -233,7 +233,11 @@ class _Table:
             else:
                 continue
             found_all += _compare(
-                place, size, reference, without_others=not same, values=kind == "value"
+                place,
+                size,
+                reference,
+                without_others=not same,
+                rare_peaks=all(found.rare_peaks for found in self.members[place, kind]),
             )
         for key, found in self.tensors.items():
             same = [_size(other.tensors[key]) for other in others if key in other.tensors]
@@ -250,7 +254,7 @@ class _Table:
 
 
 def _compare(
-    path: str, size: _Size, reference: _Size, *, without_others: bool, values: bool = False
+    path: str, size: _Size, reference: _Size, *, without_others: bool, rare_peaks: bool = False
 ) -> list[OutlierComparison]:
     """Compare peak and rms of an answer's part with a reference, unless it is zero.
 
@@ -259,13 +263,13 @@ def _compare(
         size: The part's peak and rms.
         reference: What is usual.
         without_others: Whether the reference comes from no other client, which widens the limit.
-        values: Whether the part is neither weights nor statistics, which widens that of its peak.
+        rare_peaks: Whether its contract says so, which widens the limit of its peak.
     """
     times = FACTOR_WITHOUT_OTHERS if without_others else OUTLIER_FACTOR
     whose = (
         "initial or received weights" if without_others else "what is usual among the other clients"
     )
-    return _pair(path, size, reference, times, whose, PEAK_FACTOR if values else times)
+    return _pair(path, size, reference, times, whose, PEAK_FACTOR if rare_peaks else times)
 
 
 def _compare_with_start(
