@@ -369,7 +369,8 @@ class _Checker:
         self.known = known
         self.finite = method not in getattr(algorithm, "may_be_infinite", ())
         self.ranges: list[RangeCheck] = []
-        self.floats: list[tuple[str, str, AnswerKind, bool, Tensor]] = []  # path, group, kind, tensor
+        # path, group, kind, rare_peaks, tensor
+        self.floats: list[tuple[str, str, AnswerKind, bool, Tensor]] = []
         self.networks: list[tuple[str, State]] = []
 
     def match(self, tree: Payload, schema: Schema, path: str, sizes: Sizes) -> None:
