@@ -10,7 +10,7 @@ from torch import Tensor
 
 from barter import DFFKE, Experiment
 from barter.algorithms.dffke import DFFKEClient, DFFKEServer
-from barter.core.errors import ConfigError
+from barter.core.errors import ClientError, ConfigError
 from barter.core.payload import isolate, nbytes
 from barter.data.task import Data
 from barter.models.generators import Decoder
@@ -331,6 +331,31 @@ def test_a_lone_survivor_has_nobody_to_learn_from() -> None:
     (record,) = perceptrons(Silent(**TINY["dffke"]), min_clients=1).rounds(1)
     assert "exchange" not in record.bytes
     assert len(record.failures) == 2
+
+
+class Certain(DFFKE):
+    """DFFKE whose client 0 answers with far larger logits than the others."""
+
+    def predict_targets(self, client: DFFKEClient, images: Tensor) -> dict[str, Tensor]:
+        targets = super().predict_targets(client, images)
+        if client.id == 0:
+            targets["logits"] *= 1e4
+        return targets
+
+
+def test_a_teacher_may_be_far_more_certain_than_others_where_that_does_no_harm() -> None:
+    experiment = perceptrons(Certain(**TINY["dffke"]))
+    (record,) = experiment.rounds(1)
+    assert not record.failures
+    for client in experiment.engine.clients.values():
+        weights = client.model.state_dict().values()
+        assert all(bool(w.isfinite().all()) and float(w.abs().max()) < 10 for w in weights)
+
+
+def test_a_far_more_certain_teacher_is_refused_where_students_follow_its_logits() -> None:
+    options = {**TINY["dffke"], "direction": "student"}
+    with pytest.raises(ClientError, match=r"teach\[\]\.logits: its largest absolute value"):
+        list(perceptrons(Certain(**options)).rounds(1))
 
 
 def test_one_trader_alone_has_nobody_to_learn_from() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,11 +28,14 @@ def network(name: str = "small-cnn") -> Classifier:
 
 
 class Methods:
-    """Methods that return weights, values, and values that are not compared."""
+    """Methods that return weights, values, and values that are not or not always compared."""
+
+    is_strict = False
 
     def train(self, client: Any) -> State: ...  # type: ignore[empty-body]
     def predict(self, client: Any) -> dict[int, list[Tensor]]: ...  # type: ignore[empty-body]
     def answer(self, client: Any) -> Annotated[Tensor, Floats("n", compared=False)]: ...  # type: ignore[empty-body]
+    def guess(self, client: Any) -> Annotated[Tensor, Floats("n", compared="is_strict")]: ...  # type: ignore[empty-body]
     def embed(self, client: Any) -> Annotated[Tensor, Floats("n", "m", rare_peaks=True)]: ...  # type: ignore[empty-body]
 
 
@@ -239,5 +243,8 @@ def test_every_family_member_is_unlike_the_others_and_accepted() -> None:
 def test_values_that_do_no_harm_may_differ_by_any_factor() -> None:
     answers = {0: torch.ones(3), 1: torch.ones(3), 2: torch.full((3,), 5e5)}
     assert refused(answers, "answer") == {}
+    assert refused(answers, "guess") == {}
+    with patch.object(Methods, "is_strict", True):
+        assert list(refused(answers, "guess")) == [2]
     with pytest.raises(PayloadError, match="expected -1000000 to 1000000"):
         refused({0: torch.full((3,), 2e6)}, "answer")

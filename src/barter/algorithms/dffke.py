@@ -402,6 +402,14 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         return PHOTOGRAPH_TEMPERATURE if self.crops_photographs else 1.0
 
     @property
+    def large_targets_do_harm(self) -> bool:
+        """Return whether a teacher's far too large logits would give a student large gradients.
+
+        In KL(teacher ‖ student) they only enter a softmax; KL(student ‖ teacher) grows with them.
+        """
+        return self.direction == "student"
+
+    @property
     def embeds(self) -> bool:
         """Return whether clients upload embeddings, of single images or of mixtures."""
         return self.reveal in ("images", "mixtures")

@@ -328,6 +328,13 @@ def _expected_dtype(declared: Floats, algorithm: object) -> torch.dtype:
     return declared.dtype
 
 
+def _is_compared(declared: Floats, algorithm: object) -> bool:
+    """Return whether a tensor's size is compared with other clients' (`Floats`)."""
+    if isinstance(declared.compared, str):
+        return bool(getattr(algorithm, declared.compared))
+    return declared.compared
+
+
 def _expected_weights(schema: StateSchema, algorithm: object, known: Known) -> Shapes:
     """Return the shape and dtype of each tensor that a State must hold.
 
@@ -684,7 +691,7 @@ class _Checker:
         minimum, maximum = torch.aminmax(value.detach())
         self.ranges.append(RangeCheck(path, "minimum", minimum, least, most, sizes))
         self.ranges.append(RangeCheck(path, "maximum", maximum, least, most, sizes))
-        if value.is_floating_point() and (mark is None or mark.compared):
+        if value.is_floating_point() and (mark is None or _is_compared(mark, self.algorithm)):
             value_of_its_own: tuple[str, AnswerKind] = (path, "value")
             group, kind = origin or value_of_its_own
             rare_peaks = mark is not None and mark.rare_peaks

@@ -68,12 +68,14 @@ class Floats:
         most: The largest value, as a number or the name of a size.
         half: The name of the algorithm's field or property that says whether the tensor has half
             precision; empty for never.
-        compared: Whether an answer is refused if its values are far larger than the other clients'.
-            False where large values do no harm, such as logits that only enter a softmax: those of
-            an honest client for images unlike its own can be hundreds of times the usual ones.
-        rare_peaks: Whether a single value may be 1000 instead of 100 times as large as usual, as in
-            features of many images: one rare image can excite a unit that is nearly always silent.
-            Not for what others load or average.
+        compared: Whether an answer is refused if its values are far larger than the other clients',
+            or the name of the algorithm's field or property that says so. False where large values
+            do no harm, such as logits that only enter a softmax: those of an honest client for
+            images unlike its own can be hundreds of times the usual ones.
+        rare_peaks: Whether the largest absolute value may be 1000 instead of 100 times the other
+            clients' median largest one; the limit of the root mean square stays 100 times. It is
+            for features of many images: a rare image can excite a unit that is nearly always
+            silent. Not for what others load or average.
     """
 
     dtype = torch.float32
@@ -84,7 +86,7 @@ class Floats:
         *shape: Size | EllipsisType,
         most: float | str = BOUND,
         half: str = "",
-        compared: bool = True,
+        compared: bool | str = True,
         rare_peaks: bool = False,
     ) -> None:
         self.shape = shape

@@ -109,8 +109,9 @@ def compare_answers(
     """Compare each answer with its references.
 
     The limit is 100 times the reference. It is 1000 times for the largest absolute value where the
-    contract says `rare_peaks`, and if no other client answered with a part of this kind. What the
-    client received counts only if the answer exceeds its limit without it.
+    contract says `rare_peaks`, and for weights that no other client sent, except in the comparison
+    with initial weights. Values and statistics that no other client sent are not compared. What
+    the client received counts only if the answer exceeds its limit without it.
 
     Args:
         answers: Client -> magnitudes of its answer's tensors.

@@ -64,7 +64,9 @@ class Targets(TypedDict):
 
     round: int
     index: NotRequired[Annotated[Tensor, Places("n")]]  # the images; all if missing
-    logits: Annotated[Tensor, Floats("n", "classes", half="describes")]
+    logits: Annotated[
+        Tensor, Floats("n", "classes", half="describes", compared="large_targets_do_harm")
+    ]
     embeddings: NotRequired[Annotated[Tensor, Floats("n", "code_dim"), When("embedding_loss")]]
 
 
