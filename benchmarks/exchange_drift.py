@@ -42,13 +42,13 @@ from barter.core.clients import Replies
 from barter.core.errors import ConfigError
 from barter.core.evaluation import predict
 from barter.core.model import Classifier
-from barter.core.nodes import Client
 from barter.core.params import Count, Fraction
 from barter.core.payload import State, isolate
 from barter.core.record import Round
 from barter.experiment import Experiment
 from barter.models.generators import resize_images
 from barter.ops.fit import Subject
+from barter.ops.modules import copy_state
 from barter.ops.statistics import renew_statistics
 from barter.ops.transfer import Entry, Lesson
 
@@ -72,21 +72,23 @@ class AnnealedExchange(DFFKE):
     def exchange(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> None:
         """Learn from peers' logits with the learning rate of the client's next exchange."""
         slower = replace(self, lr=self.lr * self.decay**client.exchanges)
-        DFFKE.exchange(slower, client, lessons)
+        super(AnnealedExchange, slower).exchange(client, lessons)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AveragedExchange(DFFKE):
-    """DFFKE whose clients average their networks before and after an exchange.
+    """DFFKE in which an exchange moves a client's network only a part of the way.
 
-    The first exchange is left out: it follows local training, which knows nothing of peers.
+    After it, the weights are a weighted mean of the client's own weights before and after the
+    exchange. The first exchange is left out: it follows local training, which knows nothing of
+    peers.
     """
 
     keep: Fraction = 0.5  # weight of the network before the exchange
 
     def exchange(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> None:
         """Learn from peers' logits, then move back towards the network before the exchange."""
-        before = copy_state(client)
+        before = copy_state(client.model)
         super().exchange(client, lessons)
         if client.exchanges == 1:
             return
@@ -101,14 +103,29 @@ class AveragedExchange(DFFKE):
 
 @dataclass(frozen=True, kw_only=True)
 class SettlingDecoder(DFFKE):
-    """DFFKE whose server trains docking layers and decoder less from round to round."""
+    """DFFKE whose server trains docking layers and decoder at a rate that falls by the round.
+
+    The number of their steps stays the same.
+    """
 
     decay: Fraction = 0.8  # factor of their learning rate after each round
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.warm_decoder:
+            raise ConfigError(
+                "SettlingDecoder hardly trains in late rounds: it needs warm_decoder=true"
+            )
 
     def make_transfer_data(self, server: DFFKEServer, offers: Replies[Offer], t: int) -> Entry:
         """Make the round's transfer data with the server's learning rate of that round."""
         slower = replace(self, lr=self.lr * self.decay ** (t - 1))
-        return DFFKE.make_transfer_data(slower, server, offers, t)
+        return super(SettlingDecoder, slower).make_transfer_data(server, offers, t)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettlingAverage(SettlingDecoder, AveragedExchange):
+    """DFFKE with both: a decoder that settles, and networks averaged around an exchange."""
 
 
 class FrozenClient(DFFKEClient):
@@ -119,10 +136,11 @@ class FrozenClient(DFFKEClient):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenExchange(DFFKE, Algorithm[DFFKEServer, FrozenClient]):
-    """DFFKE whose images are decoded through networks that stay as they were in an early round.
+    """DFFKE whose server keeps decoding images through networks of an early round.
 
-    From then on clients learn from decoded images, but decoded images do not follow what clients
-    have learned.
+    Clients learn on, and so do docking layers and decoder. But what a client offers is always of
+    its network after its first few exchanges, so that decoded images do not follow what clients
+    have learned since.
     """
 
     after: Count = 5  # exchanges after which a client's network is kept for decoding
@@ -136,9 +154,9 @@ class FrozenExchange(DFFKE, Algorithm[DFFKEServer, FrozenClient]):
         """Return what the server decodes, of the earlier network if there is one."""
         if not client.earlier:
             return super().learn(client)
-        now = copy_state(client)
+        now = copy_state(client.model)
         client.model.load_state_dict(client.earlier)
-        # The offered weights are those of the model until they are copied.
+        # The offered weights share memory with the model, so they are copied before it changes.
         offer = isolate(super().learn(client))
         client.model.load_state_dict(now)
         return offer
@@ -147,12 +165,7 @@ class FrozenExchange(DFFKE, Algorithm[DFFKEServer, FrozenClient]):
         """Learn from peers' logits, and keep the network after the given number of exchanges."""
         super().exchange(client, lessons)
         if client.exchanges == self.after:
-            client.earlier = copy_state(client)
-
-
-def copy_state(client: Client) -> State:
-    """Return a copy of a client's weights."""
-    return {name: value.clone() for name, value in client.model.state_dict().items()}
+            client.earlier = copy_state(client.model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,10 +138,15 @@ def test_the_annealed_exchange_is_dffke_in_the_first_round_and_slower_later() ->
     assert runs[0.5][1].clients != plain[1].clients
 
 
-def test_the_averaged_exchange_is_midway_between_the_networks_around_an_exchange() -> None:
-    averaged = "benchmarks.exchange_drift:AveragedExchange"
+@pytest.mark.parametrize(
+    ("averaged", "settings"), [("AveragedExchange", {}), ("SettlingAverage", {"decay": 1.0})]
+)
+def test_the_averaged_exchange_is_midway_between_the_networks_around_an_exchange(
+    averaged: str, settings: dict[str, Any]
+) -> None:
+    name = f"benchmarks.exchange_drift:{averaged}"
     states = []
-    for run in (small(), small(averaged), small(averaged, keep=1.0)):
+    for run in (small(), small(name, **settings), small(name, keep=1.0, **settings)):
         model = clients_of(run)[0].model
         found = []
         for _ in run.rounds(2, progress=False):
@@ -184,7 +189,8 @@ def test_a_frozen_exchange_decodes_through_the_network_of_an_early_round(
         small("benchmarks.exchange_drift:FrozenExchange", later_epochs=1)
 
 
-def test_the_settling_decoder_is_dffke_in_the_first_round_and_changes_less_later() -> None:
+@pytest.mark.parametrize("name", ["SettlingDecoder", "SettlingAverage"])
+def test_the_settling_decoder_is_dffke_in_the_first_round_and_changes_less_later(name: str) -> None:
     def decoders(run: Experiment) -> list[dict[str, torch.Tensor]]:
         server = run.engine.server
         assert isinstance(server, DFFKEServer)
@@ -197,10 +203,12 @@ def test_the_settling_decoder_is_dffke_in_the_first_round_and_changes_less_later
         return max(float((after[name] - w).abs().max()) for name, w in before.items())
 
     plain = decoders(small())
-    settled = decoders(small("benchmarks.exchange_drift:SettlingDecoder", decay=1e-6))
+    settled = decoders(small(f"benchmarks.exchange_drift:{name}", decay=1e-6))
     assert largest_change(plain[0], settled[0]) == 0
     assert largest_change(*plain) > 1e-4
     assert largest_change(*settled) < 1e-7
+    with pytest.raises(ConfigError, match="it needs warm_decoder=true"):
+        small(f"benchmarks.exchange_drift:{name}", warm_decoder=False)
 
 
 def test_a_bridged_exchange_trains_and_differs_from_dffke() -> None:
