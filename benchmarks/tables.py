@@ -33,7 +33,7 @@ Columns, which may begin with a metric of their own ("own last", "trained 1", "s
     by seed      the values after the last round, seed by seed
     range        lowest to highest value after the last round
     above        difference to the table's baseline after the last round, seed by seed
-    paper        the paper's figure, from the recipe of the same name
+    paper        the paper's figure, from the recipe of the same name, or the row's own as with text
     source       paper and table of that figure
     seeds, rounds, hardware
     seconds      median seconds of a round after the first, over all seeds
@@ -272,8 +272,8 @@ def render(spec: Mapping[str, Any], rows: Mapping[str, Sequence[StoredRun]]) -> 
     for entry in spec["rows"]:
         metric = entry.get("metric", spec.get("metric", "global"))
         cells = [
-            Cell(entry["text"])
-            if what == "text"
+            Cell(entry[what])
+            if what == "text" or what in entry
             else cell(rows, entry["row"], what, metric, spec.get("baseline"))
             for what, _ in columns
         ]

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from barter.algorithms.dffke import DFFKE, DFFKEServer
+from barter.core.errors import ConfigError
 from barter.core.images import Spec
+from barter.core.record import Round
 from barter.experiment import Experiment
 from barter.models.generators import Decoder, resize_images
-from barter.ops.docking import compare_sizes, embedding_size, unify
+from barter.ops.docking import largest_ratio, typical_size, unify
 from barter.ops.fit import Trainer, adam
 from barter.ops.inversion import Schedule, Terms, Viewer, fit_decoder
 from barter.ops.statistics import whitening_transform
@@ -124,17 +126,19 @@ def test_docking_layers_make_exactly_the_codes_and_are_kept_as_trained(whiten: f
             assert torch.allclose(codes[k], (unwhitened[k] - mean) @ matrix, atol=1e-4)
 
 
-def test_the_size_of_embeddings_is_their_root_mean_square() -> None:
-    assert embedding_size(torch.tensor([[[3.0, -4.0]], [[0.0, 5.0]]])) == pytest.approx(12.5**0.5)
-    assert embedding_size(torch.zeros(2, 1, 3)) == 1
-    sizes = (3.0, -12.0, 1.0, 2.0)
-    assert compare_sizes({k: torch.full((2, 1, 2), x) for k, x in enumerate(sizes)}) == 12
+def test_the_typical_size_of_embeddings_and_the_largest_ratio() -> None:
+    # Three embeddings of two features, whose root mean squares are 5, 1 and 1000.
+    embeddings = torch.tensor([[[5.0, -5.0]], [[1.0, 1.0]], [[0.0, 1000.0 * 2**0.5]]])
+    assert typical_size(embeddings) == 5
+    assert typical_size(torch.zeros(2, 1, 3)) == 0
+    assert largest_ratio([3.0, 12.0, 1.0, 0.0, 2.0]) == 12
+    assert largest_ratio([0.0]) == 1
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1])
-@pytest.mark.parametrize(("size", "larger"), [(1.0, 64.0), (2.0**-8, 2.0**-20)])
-def test_standardised_codes_do_not_depend_on_how_large_features_of_a_network_are(
-    floor: float, size: float, larger: float
+@pytest.mark.parametrize("larger", [64.0, 2.0**-12])
+def test_standardised_codes_do_not_depend_on_how_large_features_of_a_network_become(
+    floor: float, larger: float
 ) -> None:
     torch.manual_seed(0)
     embeddings = {k: torch.randn(50, 2, 6) for k in range(3)}
@@ -143,20 +147,24 @@ def test_standardised_codes_do_not_depend_on_how_large_features_of_a_network_are
     def unified_at(factor: float, start: dict[int, Any]) -> Any:
         torch.manual_seed(1)
         scaled = {**embeddings, 1: factor * embeddings[1]}
-        return unify(hub(), scaled, labels, start, 4, 20, adam(1e-2), floor, standardise=True)
+        scales = {k: typical_size(e) for k, e in scaled.items()}
+        return unify(hub(), scaled, labels, start, 4, 20, adam(1e-2), floor, scales=scales)
 
-    start = unified_at(size, {})[2]
-    rescaled = {**start, 1: {**start[1], "weight": start[1]["weight"] * (size / larger)}}
-    one = unified_at(size, start)
-    other = unified_at(larger, rescaled)
+    start = unified_at(1.0, {})[2]
+    one = unified_at(1.0, start)
+    other = unified_at(larger, start)
     for k in range(3):
         torch.testing.assert_close(one[1][k], other[1][k], atol=1e-4, rtol=1e-3)
-    torch.testing.assert_close(
-        size * one[2][1]["weight"], larger * other[2][1]["weight"], atol=1e-5, rtol=1e-3
-    )
-    # The layers are of the embeddings as they are.
-    layer = one[0][1]
-    assert torch.equal(layer(size * embeddings[1]), one[1][1])
+        for name, trained in one[2][k].items():
+            torch.testing.assert_close(trained, other[2][k][name], atol=1e-5, rtol=1e-3)
+    # The layers take the embeddings as they are.
+    layer = other[0][1]
+    assert torch.equal(layer(larger * embeddings[1]), other[1][1])
+
+
+def test_standardised_layers_are_not_for_clients() -> None:
+    with pytest.raises(ConfigError, match="with standardised=True, docking layers are of divided"):
+        DFFKE(standardised=True, embedding_loss=True)
 
 
 def test_whitened_codes_of_all_clients_together_vary_alike() -> None:
@@ -238,8 +246,9 @@ def test_the_decoder_makes_at_least_so_many_steps(mixed: bool) -> None:
 
 @pytest.mark.parametrize("standardised", [True, False])
 def test_only_standardised_embeddings_ignore_how_large_features_are(standardised: bool) -> None:
-    records = []
+    records: list[Round] = []
     remarks = []
+    small = Round(2, {}, {"embedding_ratio": 1.0}, {}, {}, [])
     for factor in (1.0, 64.0):
         experiment = Experiment(
             DFFKE(**{**TINY["dffke"], "decoder_steps": 20, "standardised": standardised}),
@@ -249,7 +258,7 @@ def test_only_standardised_embeddings_ignore_how_large_features_are(standardised
             seed=0,
         )
         records += experiment.rounds(1, progress=False)
-        remarks.append(experiment.algorithm.remarks(records[-1:]))
+        remarks.append(experiment.algorithm.remarks([*records[-1:], small]))
     before, after = ([record.clients[k]["before_global"] for k in range(3)] for record in records)
     assert before == after, "the networks are the same"
     losses = [record.server["decoder_loss"] for record in records]
@@ -258,5 +267,5 @@ def test_only_standardised_embeddings_ignore_how_large_features_are(standardised
     assert remarks[0] == []
     ratio = records[1].server["embedding_ratio"]
     assert 16 < ratio < 256
-    advice = f"one client's embeddings are {ratio:.0f} times as large as another's"
+    advice = f"one client's embeddings were up to {ratio:.0f} times as large as another's"
     assert [remark.startswith(advice) for remark in remarks[1]] == [True] * (not standardised)

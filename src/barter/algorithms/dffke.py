@@ -30,8 +30,9 @@ effect of each field):
 
 - `whiten`: codes are whitened. Eq. 11 rewards only the separation of classes, so the decoder
   generated one image per class.
-- `standardised`, off by default as in the paper: embeddings of all clients have the same size. It
-  has been measured with small networks only.
+- `standardised`, off by default as in the paper: embeddings of all clients have the same median
+  size when they are docked. It helps if one network's features are far larger than the others';
+  those of usual networks are not.
 - `reveal`: how much of its images a client offers, for clients that may not show them; the paper
   has "images", and "nothing" with noise in place of embeddings (Table 4). With crops of photographs
   in their place, clients upload logits alone.
@@ -77,7 +78,7 @@ from barter.core.robust import Aggregate
 from barter.core.seeds import stream_seed
 from barter.models.generators import decoder_side, resize_images
 from barter.ops.distill import tempered_kl
-from barter.ops.docking import compare_sizes, unify
+from barter.ops.docking import largest_ratio, typical_size, unify
 from barter.ops.embedding_models import (
     ClassGaussians,
     count_directions,
@@ -285,8 +286,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     # equalise the variance of codes in all directions where it exceeds this share of the mean
     # variance; 0 in the paper
     whiten: NonNegative = 0.1
-    # divide each client's embeddings by their root mean square before they are docked, so that
-    # networks with large features do not spoil the codes of others; not in the paper
+    # divide each client's embeddings by their median size before they are docked, so that networks
+    # with large features do not spoil the codes of others; not in the paper
     standardised: bool = False
     # smallest number of decoder steps, for small data sets; not in the paper
     decoder_steps: Whole = 70
@@ -361,6 +362,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
             raise ConfigError(
                 "embedding_loss=True: it needs docking layers, which "
                 f"substitute={self.substitute!r} does not use"
+            )
+        if self.standardised and self.embedding_loss:
+            raise ConfigError(
+                "embedding_loss=True: with standardised=True, docking layers are of divided "
+                "features, which clients do not have"
             )
         if self.mixture < 2:
             raise ConfigError(
@@ -448,11 +454,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         remarks = super().remarks(rounds)
-        ratios = [record.server.get("embedding_ratio", 0.0) for record in rounds[-1:]]
-        if ratios and ratios[0] > LARGE_RATIO and not self.standardised:
+        ratio = max((record.server.get("embedding_ratio", 0.0) for record in rounds), default=0.0)
+        if ratio > LARGE_RATIO and not self.standardised:
             remarks.append(
-                f"one client's embeddings are {ratios[0]:.0f} times as large as another's, which can "
-                "spoil all synthetic images: try algorithm.standardised=true"
+                f"one client's embeddings were up to {ratio:.0f} times as large as another's, which "
+                "can spoil all synthetic images: try algorithm.standardised=true"
             )
         return remarks
 
@@ -553,7 +559,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         # From this seed, clients repeat the server's samples of the statistics.
         seed = int(torch.randint(2**31, ())) if self.describes else 0
         e, y = self.collect_embeddings(server, models, offers, seed)
-        server.report["embedding_ratio"] = compare_sizes(e)
+        sizes = {k: typical_size(embeddings) for k, embeddings in e.items()}
+        server.report["embedding_ratio"] = largest_ratio(sizes.values())
         recipe = adam(self.lr, DOCKING_WEIGHT_DECAY)
         z, codes, docking = unify(
             server,
@@ -564,7 +571,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
             self.docking_epochs,
             recipe,
             self.whiten,
-            standardise=self.standardised,
+            scales={k: size or 1.0 for k, size in sizes.items()} if self.standardised else None,
         )
         server.docking |= docking
         viewers = {k: Viewer(models[k], z[k]) for k in offers}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 from barter.compute import lanes
 from barter.compute.trainer import Recipe
 from barter.core.nodes import Server
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.ops.fit import Trainer
+from barter.ops.modules import copy_state
 from barter.ops.statistics import whiten
 
-__all__ = ["compare_sizes", "docking_loss", "embedding_size", "unify"]
+__all__ = ["docking_loss", "largest_ratio", "typical_size", "unify"]
 
 
 def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -25,19 +25,23 @@ def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Te
     return F.cross_entropy(head(z_k(embeddings)), labels)
 
 
-def embedding_size(embeddings: Tensor) -> float:
-    """Return the root mean square of a client's embeddings; 1 if they are all zero."""
-    norm = float(torch.linalg.vector_norm(embeddings, dtype=torch.float64))
-    return norm / math.sqrt(embeddings.numel()) or 1.0
+def typical_size(embeddings: Tensor) -> float:
+    """Return the median size of a client's embeddings.
 
-
-def compare_sizes(embeddings: Mapping[int, Tensor]) -> float:
-    """Return how many times larger the largest client's embeddings are than the smallest's.
-
-    Each client's are measured by their `embedding_size`.
+    The size of an embedding is the root mean square of its features. Of some networks, one
+    embedding in a hundred is ten and more times as large as usual, which does not change the
+    median.
     """
-    sizes = [embedding_size(e) for e in embeddings.values()]
-    return max(sizes) / min(sizes)
+    return float(embeddings.square().mean(-1).sqrt().median())
+
+
+def largest_ratio(numbers: Iterable[float]) -> float:
+    """Return how many times larger the largest number is than the smallest; zeros are left out.
+
+    It is 1 without any other number.
+    """
+    positive = [number for number in numbers if number > 0]
+    return max(positive) / min(positive) if positive else 1.0
 
 
 def unify(
@@ -50,7 +54,7 @@ def unify(
     recipe: Recipe,
     floor: float = 0.0,
     *,
-    standardise: bool = False,
+    scales: Mapping[int, float] | None = None,
 ) -> tuple[dict[int, nn.Linear], dict[int, Tensor], dict[int, State]]:
     """Train docking layers z_k so that one head classifies all clients' codes.
 
@@ -60,9 +64,9 @@ def unify(
 
     How large a network's features are is arbitrary, as its head can undo any factor. Docking layers
     are trained at one rate and codes are whitened together, so that one client with large features
-    can spoil the codes of all. With `standardise`, layers are trained on embeddings that are
-    divided by their root mean square, and are divided by it afterwards: layers and codes are of the
-    embeddings as they are.
+    can spoil the codes of all. So a layer can be trained on embeddings that are divided by one
+    number, its client's of `scales`. The weight of the returned layer is divided by the same
+    number, so that the layer takes the embeddings as they are.
 
     Args:
         server: The server, whose device and classes are used.
@@ -75,34 +79,32 @@ def unify(
         recipe: Optimizer of the docking layers and the head; its learning rate stays constant.
         floor: Whiten layers and codes with this floor (see `whitening_transform`); 0 does not
             whiten.
-        standardise: Whether to train on embeddings that are divided by their `embedding_size`.
+        scales: What each client's embeddings are divided by in training, not 0; None for 1.
 
     Returns:
         By client, the docking layers (frozen, whitened if asked for), the codes (images, views,
-        width) of all embeddings, and the layers' states before whitening, to start from next time.
+        width) of all embeddings, and the layers' states to start from next time: as they were
+        trained, before whitening and before the weight is divided.
     """
     layers = {k: nn.Linear(e.shape[2], width).to(server.device) for k, e in embeddings.items()}
     layers = {k: lanes.keep(("docking", k), layer) for k, layer in layers.items()}
-    sizes = {k: embedding_size(e) if standardise else 1.0 for k, e in embeddings.items()}
     for k in layers.keys() & start.keys():
         layers[k].load_state_dict(start[k])
-        with torch.no_grad():
-            layers[k].weight.mul_(sizes[k])
     head = lanes.keep("global head", nn.Linear(width, server.spec.classes).to(server.device))
 
-    # Without a change no copy is needed.
     full_images = {
-        k: e[:, 0] if sizes[k] == 1 else e[:, 0] / sizes[k] for k, e in embeddings.items()
+        k: e[:, 0] if scales is None else e[:, 0] / scales[k] for k, e in embeddings.items()
     }
     trainer = Trainer.of([*layers.values(), head], recipe)
     for _ in server.track("unify", range(epochs)):
         for k, layer in layers.items():
             trainer.step(partial(docking_loss, head, layer), full_images[k], labels[k])
 
+    states = {k: copy_state(layer) for k, layer in layers.items()}
     for k, layer in layers.items():
         layer.requires_grad_(False)
-        layer.weight.div_(sizes[k])
-    states = isolate({k: dict(layer.state_dict()) for k, layer in layers.items()})
+        if scales is not None:
+            layer.weight.div_(scales[k])
     if floor:
         outputs = [layer(embeddings[k]).flatten(0, 1) for k, layer in layers.items()]
         whiten(layers.values(), torch.cat(outputs), floor)
