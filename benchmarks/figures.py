@@ -99,6 +99,14 @@ FIGURES = {
         )
         for metric, what in (("server", "server's model"), ("recognised", "images recognised"))
         for data, title in (("digits", "digits"), ("cifar10-5k", "CIFAR-10"))
+    ]
+    + [
+        Panel(
+            f"{title}: cosine x 100",
+            {"default": f"fedzge-limits: {data}, default"},
+            metric="cosine",
+        )
+        for data, title in (("digits", "digits"), ("cifar10-5k", "CIFAR-10"))
     ],
     "cifar100-methods.svg": [
         Panel(
@@ -185,7 +193,8 @@ def draw(panels: Sequence[Panel], rows: Mapping[str, Sequence[StoredRun]]) -> st
     """Return a figure as SVG.
 
     Args:
-        panels: Its panels, row by row; all show the same methods.
+        panels: Its panels, row by row. The first shows all methods; the others show them in the same
+            order, or the first of them.
         rows: All stored runs by row.
     """
     body = ""

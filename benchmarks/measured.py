@@ -439,6 +439,33 @@ def decoded_images() -> Table:
     return table
 
 
+def embedding_sizes() -> Table:
+    """Return how large the embeddings of each network are, and how unlike each other."""
+    table = [
+        [
+            "network",
+            "median size",
+            "root mean square of all",
+            "largest, times the median",
+            "larger than five times the median",
+            "median brightness of these (of all)",
+        ]
+    ]
+    for row in stored("embedding-sizes.json"):
+        bright = row.get("brightness_of_large")
+        table.append(
+            [
+                row["network"],
+                f"{row['median']:.2f}",
+                f"{row['rms']:.2f}",
+                f"{row['largest']:.1f}",
+                f"{100 * row['share_of_large']:.1f} %",
+                f"{'-' if bright is None else f'{bright:.2f}'} ({row['brightness']:.2f})",
+            ]
+        )
+    return table
+
+
 def copy_interval() -> Table:
     """Return how far rates of copies vary by chance, and how often their intervals hold."""
     table = [
@@ -908,6 +935,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "private-statistics": private_statistics,
     "decoded-images": decoded_images,
     "copy-interval": copy_interval,
+    "embedding-sizes": embedding_sizes,
     "adversaries-digits": lambda: adversarial_clients("digits"),
     "adversaries-fashion": lambda: adversarial_clients("fashion"),
     "clients-cpu": clients_cpu,
