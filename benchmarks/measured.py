@@ -448,11 +448,9 @@ def embedding_sizes() -> Table:
             "root mean square of all",
             "largest, times the median",
             "larger than five times the median",
-            "median brightness of these (of all)",
         ]
     ]
     for row in stored("embedding-sizes.json"):
-        bright = row.get("brightness_of_large")
         table.append(
             [
                 row["network"],
@@ -460,7 +458,6 @@ def embedding_sizes() -> Table:
                 f"{row['rms']:.2f}",
                 f"{row['largest']:.1f}",
                 f"{100 * row['share_of_large']:.1f} %",
-                f"{'-' if bright is None else f'{bright:.2f}'} ({row['brightness']:.2f})",
             ]
         )
     return table

@@ -48,13 +48,12 @@ def test_shares_do_not_depend_on_how_large_all_features_are() -> None:
     larger = measure_sizes(clients(8.0)[0], parts=2)
     for name in ("median", "rms"):
         assert larger[name] == pytest.approx(8 * usual[name])
-    for name in ("largest", "share_of_large", "brightness"):
+    for name in ("largest", "share_of_large"):
         assert larger[name] == pytest.approx(usual[name])
     assert usual["share_of_large"] == 0
-    assert "brightness_of_large" not in usual
 
 
-def test_embeddings_of_bright_images_can_be_large() -> None:
+def test_a_few_large_embeddings_are_counted() -> None:
     experiment = Experiment(DFFKE(), data="digits", models=[Alarmed], clients=2, seed=0)
     client = clients_of(experiment)[0]
     assert isinstance(client, DFFKEClient)
@@ -63,5 +62,3 @@ def test_embeddings_of_bright_images_can_be_large() -> None:
     assert found["median"] == 1
     assert found["largest"] == 80
     assert found["share_of_large"] == pytest.approx(3 / min(200, len(client.data)))
-    assert found["brightness_of_large"] == pytest.approx(1, abs=1e-3)
-    assert found["brightness"] < 0.6
