@@ -1,4 +1,4 @@
-"""Measure how large the embeddings of a trained network are, and how unlike each other.
+"""Measure how large the embeddings of a trained network are, and how much their sizes differ.
 
     python -m benchmarks.embedding_sizes cifar100.npz --clients 4 2
 
@@ -6,9 +6,11 @@ Clients of DFFKE with the family HtFE-5 train on their own images as before thei
 (CIFAR-100 at 32 pixels, 50 clients of 1,000 images, alpha 1.0), on one thread of the CPU. Client k
 has the network number k mod 5 of the family. Then the embeddings of its first 200 images and their
 parts are computed. The size of an embedding is the root mean square of its features; a *large*
-embedding is more than five times as large as the client's median one.
+embedding is more than five times as large as the client's median one. `rms` is the root mean
+square of all sizes, `largest` the largest size as a multiple of the median.
 
-Prints a line for every client and adds it to results/embedding-sizes.json.
+Prints a line for every client and writes it to results/embedding-sizes.json, in place of an earlier
+one of that client.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from barter.algorithms.dffke import DFFKE, DFFKEClient
 from barter.attacks.overheard import clients_of
 from barter.experiment import Experiment
 from barter.models.families import FAMILIES
-from barter.ops.docking import typical_size
 from barter.ops.views import embed_all_views, parts_per_side
 from barter.setup.config import resolve
 
@@ -60,7 +61,7 @@ def measure_sizes(client: DFFKEClient, parts: int) -> dict[str, float]:
     index = torch.arange(min(IMAGES, len(data)))
     embeddings = embed_all_views(client.model, data, index, parts)
     sizes = embeddings.square().mean(-1).sqrt().flatten()
-    median = typical_size(embeddings)
+    median = float(sizes.median())
     return {
         "median": median,
         "rms": float(embeddings.double().square().mean().sqrt()),

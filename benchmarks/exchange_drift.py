@@ -105,7 +105,8 @@ class AveragedExchange(DFFKE):
 class SettlingDecoder(DFFKE):
     """DFFKE whose server trains docking layers and decoder at a rate that falls by the round.
 
-    The number of their steps stays the same.
+    The number of their steps stays the same. The head that docking layers are trained with is new
+    in each round and hardly trained in late ones.
     """
 
     decay: Fraction = 0.8  # factor of their learning rate after each round

@@ -440,7 +440,7 @@ def decoded_images() -> Table:
 
 
 def embedding_sizes() -> Table:
-    """Return how large the embeddings of each network are, and how unlike each other."""
+    """Return how large the embeddings of each network are, and how much their sizes differ."""
     table = [
         [
             "network",

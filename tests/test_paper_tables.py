@@ -17,6 +17,7 @@ from barter.recipes.stored import StoredRun, read_stored_runs
 from barter.setup.config import resolve
 from benchmarks import paper_tables
 from benchmarks.participants import average_participants, find_sampled
+from tests.conftest import digits_file
 
 SUITE = """
 clients = 2
@@ -116,7 +117,8 @@ def test_a_queue_names_what_failed_and_runs_the_rest(
 
 
 def test_the_copy_test_follows_the_last_round(suite: Path, tmp_path: Path) -> None:
-    settings = ["algorithm.name=dffke", "algorithm.share=0.5", "algorithm.exchange_steps=2"]
+    settings = ["algorithm.name=dffke", "algorithm.share=0.5", "algorithm.exchange_steps=2",
+                f"data.source={digits_file(tmp_path, 400)}"]  # fmt: skip
     variant = f'"exchange" = {settings}\n'
     suite.write_text(SUITE + variant)
     out = tmp_path / "results.jsonl"

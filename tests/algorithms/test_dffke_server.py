@@ -127,10 +127,13 @@ def test_docking_layers_make_exactly_the_codes_and_are_kept_as_trained(whiten: f
 
 
 def test_the_typical_size_of_embeddings_and_the_largest_ratio() -> None:
-    # Three embeddings of two features, whose root mean squares are 5, 1 and 1000.
-    embeddings = torch.tensor([[[5.0, -5.0]], [[1.0, 1.0]], [[0.0, 1000.0 * 2**0.5]]])
+    # Three embeddings of two features, whose root mean squares are 5, 1 and 60.
+    embeddings = torch.tensor([[5.0, -5.0], [1.0, 1.0], [0.0, 60.0 * 2**0.5]])
     assert typical_size(embeddings) == 5
-    assert typical_size(torch.zeros(2, 1, 3)) == 0
+    # A tenth of the root mean square of all: most are near zero, and one is 1000.
+    tiny = torch.tensor([[1e-6, 1e-6], [1e-6, -1e-6], [1e-6, 1e-6], [1000.0, 1000.0]])
+    assert typical_size(tiny) == pytest.approx(0.1 * 500)
+    assert typical_size(torch.zeros(2, 3)) == 0
     assert largest_ratio([3.0, 12.0, 1.0, 0.0, 2.0]) == 12
     assert largest_ratio([0.0]) == 1
 
@@ -147,7 +150,7 @@ def test_standardised_codes_do_not_depend_on_how_large_features_of_a_network_bec
     def unified_at(factor: float, start: dict[int, Any]) -> Any:
         torch.manual_seed(1)
         scaled = {**embeddings, 1: factor * embeddings[1]}
-        scales = {k: typical_size(e) for k, e in scaled.items()}
+        scales = {k: typical_size(e[:, 0]) for k, e in scaled.items()}
         return unify(hub(), scaled, labels, start, 4, 20, adam(1e-2), floor, scales=scales)
 
     start = unified_at(1.0, {})[2]

@@ -34,7 +34,7 @@ from barter.ops.photographs import photograph_images
 from barter.privacy import Privacy
 from barter.trained.export import export_model
 from barter.trained.model import evaluate_networks, load, load_all
-from tests.conftest import federation, perceptrons, small_federation, tiny
+from tests.conftest import digits_file, federation, perceptrons, small_federation, tiny
 
 
 class Plain(Classifier):
@@ -230,7 +230,7 @@ def test_the_discriminant_is_loaded_and_exported_as_the_servers_model(
     size: int | None, tmp_path: Path
 ) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    data = Data(source="digits", size=size)
+    data = Data(source="digits" if size is None else digits_file(tmp_path), size=size)
     experiment = perceptrons(tiny("moments"), data=data, out=tmp_path / "run")
     record = experiment.step()
     test = experiment.test

@@ -30,9 +30,8 @@ effect of each field):
 
 - `whiten`: codes are whitened. Eq. 11 rewards only the separation of classes, so the decoder
   generated one image per class.
-- `standardised`, off by default as in the paper: embeddings of all clients have the same median
-  size when they are docked. It helps if one network's features are far larger than the others';
-  those of usual networks are not.
+- `standardised`, off by default as in the paper: embeddings of all clients have the same typical
+  size when they are docked. It helps if one network's features are far larger than the others'.
 - `reveal`: how much of its images a client offers, for clients that may not show them; the paper
   has "images", and "nothing" with noise in place of embeddings (Table 4). With crops of photographs
   in their place, clients upload logits alone.
@@ -119,6 +118,8 @@ PHOTOGRAPH_TEMPERATURE = 3.0
 # A run says if one client's embeddings are more than this many times as large as another's. A factor
 # of 1.5 was harmless, 32 was not.
 LARGE_RATIO = 4.0
+# Larger logits would be infinite in half precision; a softmax does not tell them apart.
+LARGEST_HALF = torch.finfo(torch.float16).max
 DOCKING_WEIGHT_DECAY = 1e-3  # weight decay of the docking layers' Adam, as in the authors' code
 
 Tensors: TypeAlias = dict[int, Tensor]  # one tensor per client
@@ -286,7 +287,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     # equalise the variance of codes in all directions where it exceeds this share of the mean
     # variance; 0 in the paper
     whiten: NonNegative = 0.1
-    # divide each client's embeddings by their median size before they are docked, so that networks
+    # divide each client's embeddings by their typical size before they are docked, so that networks
     # with large features do not spoil the codes of others; not in the paper
     standardised: bool = False
     # smallest number of decoder steps, for small data sets; not in the paper
@@ -559,8 +560,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         # From this seed, clients repeat the server's samples of the statistics.
         seed = int(torch.randint(2**31, ())) if self.describes else 0
         e, y = self.collect_embeddings(server, models, offers, seed)
-        sizes = {k: typical_size(embeddings) for k, embeddings in e.items()}
-        server.report["embedding_ratio"] = largest_ratio(sizes.values())
+        # Of whole images, which docking layers are trained on.
+        typical = {k: typical_size(views[:, 0]) for k, views in e.items()}
+        server.report["embedding_ratio"] = largest_ratio(typical.values())
         recipe = adam(self.lr, DOCKING_WEIGHT_DECAY)
         z, codes, docking = unify(
             server,
@@ -571,7 +573,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
             self.docking_epochs,
             recipe,
             self.whiten,
-            scales={k: size or 1.0 for k, size in sizes.items()} if self.standardised else None,
+            scales={k: size or 1.0 for k, size in typical.items()} if self.standardised else None,
         )
         server.docking |= docking
         viewers = {k: Viewer(models[k], z[k]) for k in offers}
@@ -698,7 +700,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
             model.features, lambda part: resize_images(images[part], client.data.spec), every
         )
         logits = model.logits(features).detach()
-        answer = {"logits": logits.half() if self.describes else logits}
+        if self.describes:
+            logits = logits.clamp(-LARGEST_HALF, LARGEST_HALF).half()
+        answer = {"logits": logits}
         if self.embedding_loss:
             answer["embeddings"] = F.linear(features, **client.docking)
         return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 
@@ -19,6 +20,9 @@ from barter.ops.statistics import whiten
 
 __all__ = ["docking_loss", "largest_ratio", "typical_size", "unify"]
 
+# The typical size of embeddings is at least this share of the root mean square of all.
+LEAST_SHARE = 0.1
+
 
 def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Tensor) -> Tensor:
     """Return one client's term of DFFKE's Eq. 11, the cross entropy of head(z_k(e))."""
@@ -26,19 +30,21 @@ def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Te
 
 
 def typical_size(embeddings: Tensor) -> float:
-    """Return the median size of a client's embeddings.
+    """Return how large most of a client's embeddings (images, features) are.
 
-    The size of an embedding is the root mean square of its features. Of some networks, one
-    embedding in a hundred is ten and more times as large as usual, which does not change the
-    median.
+    The size of an embedding is the root mean square of its features. The result is the median size,
+    which the few far larger embeddings of some networks do not change. It is at least a tenth of
+    the root mean square of all embeddings, so that a client cannot magnify some of its embeddings
+    without limit by sending most of them near zero.
     """
-    return float(embeddings.square().mean(-1).sqrt().median())
+    squares = embeddings.square().mean(-1)
+    return max(float(squares.sqrt().median()), LEAST_SHARE * math.sqrt(float(squares.mean())))
 
 
 def largest_ratio(numbers: Iterable[float]) -> float:
     """Return how many times larger the largest number is than the smallest; zeros are left out.
 
-    It is 1 without any other number.
+    It is 1 without a positive number.
     """
     positive = [number for number in numbers if number > 0]
     return max(positive) / min(positive) if positive else 1.0
