@@ -15,9 +15,9 @@ answers need every client's private images, so they exist in a simulation only.
   their own data.
 - Do clients infer the class from whether an image is natural or decoded? Nearly all natural images
   that a client trains on are of its own classes, and decoded ones are of all classes. Its own
-  classes are those of which it has more images than of the average class. "own-natural" is the share of natural test
-  images of other classes that it classifies as one of its own, "own-decoded" the same share of its
-  peers' decoded images.
+  classes are those of which it has more images than of the average class. "own-natural" is the
+  share of natural test images of other classes that it classifies as one of its own, "own-decoded"
+  the same share of its peers' decoded images.
 
 "renormalised" is the accuracy on test images with batch-norm statistics of private images. All
 columns are between 0 and 1 (likeness: -1 and 1), means over clients. Columns about decoded images

@@ -272,3 +272,5 @@ def test_only_standardised_embeddings_ignore_how_large_features_are(standardised
     assert 16 < ratio < 256
     advice = f"one client's embeddings were up to {ratio:.0f} times as large as another's"
     assert [remark.startswith(advice) for remark in remarks[1]] == [True] * (not standardised)
+    (plain,) = DFFKE(embedding_loss=True).remarks(records)
+    assert plain.endswith("can spoil all synthetic images")

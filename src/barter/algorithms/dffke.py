@@ -100,6 +100,7 @@ from barter.ops.transfer import (
     decode_images,
     distribute_lessons,
     entry_images,
+    logits_to_half,
     newest_entries,
     photograph_entry,
     prepare_lesson,
@@ -118,8 +119,6 @@ PHOTOGRAPH_TEMPERATURE = 3.0
 # A run says if one client's embeddings are more than this many times as large as another's. A factor
 # of 1.5 was harmless, 32 was not.
 LARGE_RATIO = 4.0
-# Larger logits would be infinite in half precision; a softmax does not tell them apart.
-LARGEST_HALF = torch.finfo(torch.float16).max
 DOCKING_WEIGHT_DECAY = 1e-3  # weight decay of the docking layers' Adam, as in the authors' code
 
 Tensors: TypeAlias = dict[int, Tensor]  # one tensor per client
@@ -457,9 +456,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         remarks = super().remarks(rounds)
         ratio = max((record.server.get("embedding_ratio", 0.0) for record in rounds), default=0.0)
         if ratio > LARGE_RATIO and not self.standardised:
+            # With embedding_loss there is no such option.
+            advice = "" if self.embedding_loss else ": try algorithm.standardised=true"
             remarks.append(
                 f"one client's embeddings were up to {ratio:.0f} times as large as another's, which "
-                "can spoil all synthetic images: try algorithm.standardised=true"
+                f"can spoil all synthetic images{advice}"
             )
         return remarks
 
@@ -700,9 +701,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
             model.features, lambda part: resize_images(images[part], client.data.spec), every
         )
         logits = model.logits(features).detach()
-        if self.describes:
-            logits = logits.clamp(-LARGEST_HALF, LARGEST_HALF).half()
-        answer = {"logits": logits}
+        answer = {"logits": logits_to_half(logits) if self.describes else logits}
         if self.embedding_loss:
             answer["embeddings"] = F.linear(features, **client.docking)
         return answer

@@ -32,6 +32,7 @@ __all__ = [
     "decode_pages",
     "distribute_lessons",
     "entry_images",
+    "logits_to_half",
     "newest_entries",
     "photograph_entry",
     "prepare_lesson",
@@ -227,6 +228,17 @@ def sample_codes(entry: Entry, owner: int, index: Tensor) -> Tensor:
 def to_half(state: State) -> State:
     """Return a state whose floats are in half precision; integers stay."""
     return {name: t.half() if t.is_floating_point() else t for name, t in state.items()}
+
+
+def logits_to_half(logits: Tensor) -> Tensor:
+    """Return logits (N, classes) in half precision, with the same softmax.
+
+    Rows with a number that would be infinite are shifted, so that their largest logit is 0.
+    """
+    largest = torch.finfo(torch.float16).max
+    is_large = logits.abs().amax(1, keepdim=True) > largest
+    shifted = torch.where(is_large, logits - logits.amax(1, keepdim=True), logits)
+    return shifted.clamp_min(-largest).half()
 
 
 def to_single(state: State) -> State:
