@@ -27,15 +27,17 @@ tables show is said by benchmarks/tables.toml:
 
 Columns, which may begin with a metric of their own ("own last", "trained 1", "server by seed"):
 
-    5            mean ± standard deviation over seeds after round 5, in percent
-    last, best   the same after the last round, or the best one of the mean curve, with its number
+    5            mean ± standard deviation over seeds after round 5, in percent; empty if a seed's run is shorter
+    last, best   the same after the last round, or the best one of the mean curve, with its number;
+                 here and below, the last round is the last one that all seeds have
     mean         the mean alone after the last round
     by seed      the values after the last round, seed by seed
     range        lowest to highest value after the last round
     above        difference to the table's baseline after the last round, seed by seed
     paper        the paper's figure, from the recipe of the same name, or the row's own as with text
     source       paper and table of that figure
-    seeds, rounds, hardware
+    seeds, hardware
+    rounds       the number of the last round
     seconds      median seconds of a round after the first, over all seeds
     minutes      mean duration of a run
     bytes        mean traffic of a run, both directions
@@ -64,6 +66,7 @@ from barter.recipes.recipe import find_recipe, recipe_names
 from barter.recipes.stored import (
     StoredRun,
     common_hardware,
+    common_rounds,
     group_by_row,
     read_stored_runs,
     spread_over_seeds,
@@ -122,25 +125,39 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
-def accuracy(runs: Sequence[StoredRun], metric: str, at: int | None, *, number: bool) -> Cell:
-    """Return mean and standard deviation of a metric after a round; empty if not measured."""
+def accuracy(runs: Sequence[StoredRun], metric: str, at: int, *, number: bool) -> Cell:
+    """Return mean and standard deviation of a metric after a round.
+
+    Empty if it was not measured, or if the run of a seed is shorter: a mean over fewer seeds than
+    its neighbours' could rise or fall for that reason alone.
+    """
     spread = spread_over_seeds(runs, metric, at)
-    if spread is None:
+    if spread is None or at not in common_rounds(runs):
         return Cell("")
     text = percent(spread.mean)
     if spread.deviation is not None:
         text += f" ± {percent(spread.deviation)}"
     if number:
-        last = max(run.rounds[-1] for run in runs) if at is None else at
-        text += f" ({last})"
+        text += f" ({at})"
     return Cell(text, spread.mean)
+
+
+def last_round(runs: Sequence[StoredRun]) -> int:
+    """Return the last round that all runs of a row have.
+
+    Raises:
+        ConfigError: They have no round in common.
+    """
+    common = common_rounds(runs)
+    if not common:
+        raise ConfigError(f"runs of {runs[0].row!r} have no round in common")
+    return common[-1]
 
 
 def best_round(runs: Sequence[StoredRun], metric: str) -> int | None:
     """Return the round in which the mean over seeds is highest, of those that all seeds have."""
-    common = set.intersection(*(set(run.rounds) for run in runs))
     means = {}
-    for at in sorted(common):
+    for at in common_rounds(runs):
         spread = spread_over_seeds(runs, metric, at)
         if spread is not None:
             means[at] = spread.mean
@@ -176,7 +193,7 @@ def fact(row: str, runs: Sequence[StoredRun], what: str, metric: str) -> Cell:
     if what == "seeds":
         return Cell(str(len(runs)))
     if what == "rounds":
-        return Cell(str(max(run.rounds[-1] for run in runs)))
+        return Cell(str(last_round(runs)))
     if what == "hardware":
         return Cell(common_hardware(runs))
     if what == "seconds":
@@ -212,23 +229,24 @@ def cell(
         if what == kind or what.endswith(f" {kind}"):
             metric = what.removesuffix(kind).strip() or metric
             what = kind
+    last = last_round(runs)
     words = what.split()
     if words and words[-1].isdecimal():
         metric = words[0] if len(words) == 2 else metric
         return accuracy(runs, metric, int(words[-1]), number=False)
     if what == "last":
-        return accuracy(runs, metric, None, number=True)
+        return accuracy(runs, metric, last, number=True)
     if what == "best":
         at = best_round(runs, metric)
         return Cell("") if at is None else accuracy(runs, metric, at, number=True)
     if what == "mean":
-        spread = spread_over_seeds(runs, metric)
+        spread = spread_over_seeds(runs, metric, last)
         return Cell("") if spread is None else Cell(percent(spread.mean), spread.mean)
     if what == "by seed":
-        values = [run.value(metric) for run in runs]
+        values = [run.value(metric, last) for run in runs]
         return Cell(" / ".join("-" if value is None else percent(value) for value in values))
     if what == "range":
-        spread = spread_over_seeds(runs, metric)
+        spread = spread_over_seeds(runs, metric, last)
         if spread is None:
             return Cell("")
         return Cell(f"{percent(spread.low)} to {percent(spread.high)}")

@@ -30,6 +30,10 @@ RUNS = {
         StoredRun("plain", 0, {"round": [1, 2], "global": [0.5, 0.6], "own": [0.9, 0.8]}),
         StoredRun("plain", 1, {"round": [1, 2], "global": [0.6, 0.64], "own": [0.9, None]}),
     ],
+    "unequal": [  # the second seed is shorter
+        StoredRun("unequal", 0, {"round": [1, 2, 3], "global": [0.5, 0.6, 0.9]}),
+        StoredRun("unequal", 1, {"round": [1, 2], "global": [0.5, 0.4]}),
+    ],
     "other": [StoredRun("other", 1, {"round": [1, 2, 3], "global": [0.7, 0.9, 0.8]})],
     "costs": [
         StoredRun(
@@ -115,6 +119,12 @@ def test_measured_numbers_are_recognised(cell: str, measured: bool) -> None:
         ("other", "best", "90.0 (2)"),
         ("other", "last", "80.0 (3)"),
         ("other", "4", ""),
+        ("unequal", "last", "50.0 ± 14.1 (2)"),
+        ("unequal", "best", "50.0 ± 0.0 (1)"),
+        ("unequal", "mean", "50.0"),
+        ("unequal", "by seed", "60.0 / 40.0"),
+        ("unequal", "3", ""),
+        ("unequal", "rounds", "2"),
         ("plain", "own last", "80.0 (2)"),
         ("plain", "mean", "62.0"),
         ("plain", "own mean", "80.0"),

@@ -19,7 +19,13 @@ from barter.compare.specification import ComparisonSpec, parse_seeds
 from barter.core.errors import CheckpointError
 from barter.core.record import Round
 from barter.recipes.recipe import PublishedRecipe
-from barter.recipes.stored import SeedSpread, StoredRun, dotted_settings, spread_over_seeds
+from barter.recipes.stored import (
+    SeedSpread,
+    StoredRun,
+    common_rounds,
+    dotted_settings,
+    spread_over_seeds,
+)
 from barter.runs.summary import METRICS, MIN_SEEDS, SERVER_PREFIX, metric_value
 from barter.setup.config import RESULT_FREE, Config, resolve, to_plain
 from barter.setup.hardware import resolve_devices
@@ -163,12 +169,10 @@ class Reproduction:
         Raises:
             CheckpointError: They have no round in common.
         """
-        common = set.intersection(
-            *(set(run.rounds) for run in (*self.runs, *self.recipe.published))
-        )
+        common = common_rounds([*self.runs, *self.recipe.published])
         if not common:
             raise CheckpointError(f"{self.recipe.name}: published and new runs share no round")
-        return max(common)
+        return common[-1]
 
     @property
     def published(self) -> SeedSpread:
@@ -234,7 +238,8 @@ class Reproduction:
         """
         found = {}
         for name, runs in {"published": self.recipe.published, "this run": self.runs}.items():
-            common = set.intersection(*(set(run.rounds) for run in runs))
-            spreads = {at: spread_over_seeds(runs, self.recipe.metric, at) for at in sorted(common)}
+            spreads = {
+                at: spread_over_seeds(runs, self.recipe.metric, at) for at in common_rounds(runs)
+            }
             found[name] = {at: s.mean for at, s in spreads.items() if s is not None}
         return found

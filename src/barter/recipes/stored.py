@@ -32,6 +32,7 @@ __all__ = [
     "SeedSpread",
     "StoredRun",
     "common_hardware",
+    "common_rounds",
     "dotted_settings",
     "group_by_row",
     "read_stored_runs",
@@ -146,8 +147,14 @@ class SeedSpread:
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
+def common_rounds(runs: Iterable[StoredRun]) -> list[int]:
+    """Return the rounds that all of these runs have, in ascending order."""
+    rounds = [set(run.rounds) for run in runs]
+    return sorted(set.intersection(*rounds)) if rounds else []
+
+
 def spread_over_seeds(
-    runs: Iterable[StoredRun], metric: str, at: int | None = None
+    runs: Sequence[StoredRun], metric: str, at: int | None = None
 ) -> SeedSpread | None:
     """Return a metric over the runs that measured it, or None if none did.
 
@@ -156,8 +163,13 @@ def spread_over_seeds(
     Args:
         runs: The runs of one row.
         metric: The metric's name.
-        at: The round; None for the last one of each run.
+        at: The round; None for the last one that all runs have.
     """
+    if at is None:
+        common = common_rounds(runs)
+        if not common:
+            return None
+        at = common[-1]
     values = [run.value(metric, at) for run in runs]
     known = tuple(value for value in values if value is not None and math.isfinite(value))
     return SeedSpread(known) if known else None
