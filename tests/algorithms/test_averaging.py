@@ -342,6 +342,27 @@ def test_weight_decay_shrinks_weights_in_the_first_step(name: str) -> None:
         torch.testing.assert_close(without - decayed, 0.5 * 0.1 * start, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedftg", "feddyn"])
+def test_momentum_repeats_a_part_of_the_last_step(name: str) -> None:
+    """Two steps on all images: the second one also takes 0.9 times the first, w2 + 0.9 (w1 - w0)."""
+
+    def train(epochs: int, momentum: float) -> list[Tensor]:
+        algorithm = tiny(name, epochs=epochs, batch_size=10_000, lr=0.1, momentum=momentum)
+        experiment = small_federation(algorithm, clients=1, models=[plain])
+        (client,) = clients_of(experiment).values()
+        starts.append([p.detach().clone() for p in client.model.parameters()])
+        experiment.step()
+        return [p.detach() for p in client.model.parameters()]
+
+    starts: list[list[Tensor]] = []
+    first = train(1, 0.0)
+    second = train(2, 0.0)
+    with_momentum = train(2, 0.9)
+    rows = zip(starts[0], first, second, with_momentum, strict=True)
+    for w0, w1, w2, found in rows:
+        torch.testing.assert_close(found, w2 + 0.9 * (w1 - w0), rtol=0, atol=1e-6)
+
+
 def test_feddyns_first_steps_by_hand() -> None:
     """One client, two steps on all of its images: the gradient, then the gradient and α times how far it had gone."""
     settings: dict[str, Any] = {

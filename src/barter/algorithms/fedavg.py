@@ -45,6 +45,7 @@ class FedAvg(Algorithm):
     epochs: Count = 5  # E: local epochs
     batch_size: Count = 10  # B: images per step
     lr: Positive = 0.05  # η: learning rate of SGD
+    momentum: NonNegative = 0.0  # momentum of SGD; not in the paper
     weight_decay: NonNegative = 0.0  # weight decay of the clients' optimizer
     # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)
     average: Average = "mean"
@@ -66,5 +67,5 @@ class FedAvg(Algorithm):
             client,
             epochs=self.epochs,
             batch_size=self.batch_size,
-            recipe=sgd(self.lr, weight_decay=self.weight_decay),
+            recipe=sgd(self.lr, self.momentum, self.weight_decay),
         )

@@ -87,6 +87,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
     epochs: Count = 5  # local epochs
     batch_size: Count = 50  # images per step
     lr: Positive = 0.1  # η: learning rate of SGD
+    momentum: NonNegative = 0.0  # momentum of SGD; not in the paper
     weight_decay: NonNegative = 1e-3  # weight decay of SGD
     clip: Positive = 10.0  # largest norm of the gradient
     # α: weight of the regulariser, for a client with the mean number of images
@@ -128,7 +129,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
 
     def train(self, client: Drifter, anchor: Anchor) -> None:
         """Train the client's model on its data, with the anchor's penalty in the loss."""
-        recipe = sgd(self.lr, weight_decay=self.weight_decay, clip=self.clip)
+        recipe = sgd(self.lr, self.momentum, self.weight_decay, self.clip)
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, anchor=anchor)
 
     def evaluate_server(self, server: Cloud, test: Images) -> dict[str, float]:

@@ -40,6 +40,6 @@ class FedProx(FedAvg):
             client,
             epochs=self.epochs,
             batch_size=self.batch_size,
-            recipe=sgd(self.lr, weight_decay=self.weight_decay),
+            recipe=sgd(self.lr, self.momentum, self.weight_decay),
             anchor=anchor,
         )
