@@ -162,7 +162,7 @@ def overview() -> Table:
             "**DFFKE**, barter's default",
             "any",
             f"**{accuracy(default, 'dffke-cifar100-alpha-1.0', 'global', 14)}**",
-            f"**{accuracy(averaging, dffke, 'global', 14)}**; "
+            f"**{accuracy(skewed, 'dffke-cifar100-alpha-0.1', 'global', 14)}**; "
             f"{accuracy(averaging, dffke, 'global', 50)} after 50",
             f"{megabytes(averaging, dffke):.0f}",
             f"**{accuracy(fashion, 'baselines-fashion-10k: dffke', 'global', 5)}**",
