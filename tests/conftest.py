@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores
@@ -18,6 +19,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from barter import ALGORITHMS, Experiment
+from barter.algorithms import moments
 from barter.compare.comparison import RunJob
 from barter.core.algorithm import Algorithm
 from barter.core.payload import isolate, leaves
@@ -38,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-seconds", type=float, default=900.0, help="how long the soak goes on doing harm"
     )
     parser.addoption("--soak-seed", type=int, default=0, help="other harm")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: no collection looks at them again, and no fork copies them for one."""
+    gc.collect()
+    gc.freeze()
 
 
 settings.register_profile("barter", deadline=None, max_examples=60, derandomize=True)
@@ -157,11 +165,17 @@ TINY: dict[str, dict[str, Any]] = {
 # where TINY takes some.
 LEAST: dict[str, dict[str, Any]] = {
     "dffke": {"max_epochs": 1, "docking_epochs": 1, "decoder_steps": 1, "exchange_steps": 1},
-    "fedzge": {"epochs": 1, "samples": 10},
+    "moments": {"max_epochs": 1, "decoder_steps": 1, "exchange_epochs": 1, "samples": 10},
+    "fedzge": {
+        "epochs": 1,
+        "samples": 10,
+        "global_steps": 1,
+        "local_steps": 1,
+    },
     "fedaf": {"steps": 1, "server_epochs": 2},
     "feddm": {"steps": 1, "server_epochs": 2},
-    "dfrd": {"iterations": 1, "global_steps": 1},
-    "fedftg": {"iterations": 1},
+    "dfrd": {"iterations": 1, "generator_steps": 1, "global_steps": 1},
+    "fedftg": {"iterations": 1, "global_steps": 1},
     "dense": {"passes": 1, "generator_steps": 1},
     "fedzkt": {"iterations": 1, "client_steps": 1},
     "fedtgp": {"server_epochs": 1},
@@ -190,6 +204,23 @@ def no_waiting_for_disks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+ALL_CROPS = moments.CROPS
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_crops() -> Iterator[None]:
+    """Features are whitened by a tenth of the crops; tests of an accuracy take `all_crops`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moments, "CROPS", ALL_CROPS // 10)
+        yield
+
+
+@pytest.fixture
+def all_crops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features are whitened by as many crops of photographs as without tests."""
+    monkeypatch.setattr(moments, "CROPS", ALL_CROPS)
 
 
 def tiny(name: str, **changes: Any) -> Algorithm[Any, Any]:

@@ -200,6 +200,7 @@ def test_clients_that_come_later_renew_what_all_learn_from() -> None:
     assert len(asked) > 2, "more than the clients of one round"
 
 
+@pytest.mark.usefixtures("all_crops")
 def test_networks_learn_classes_that_their_clients_lack() -> None:
     algorithm = ClassMoments(
         components=64, max_epochs=10, decoder_steps=150, samples=1200, exchange_epochs=4

@@ -36,6 +36,7 @@ LONG = {
 ONE_EPOCH = {"fedbn"}  # by default, which takes more images to learn anything
 
 
+@pytest.mark.usefixtures("all_crops")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in TINY]
 )
