@@ -270,7 +270,7 @@ for t in range(1, rounds + 1):
     line = {"round": t, "clients": clients, "server": {}, "seconds": {"round": 1.0}, "bytes": {}, "failures": []}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\\n")
-    time.sleep(0.3)
+    time.sleep(0.15)
     if fails:
         sys.exit("out of luck")
 """
@@ -399,7 +399,7 @@ def test_an_interrupt_leaves_nothing_running(
     before = [len(read_records(job.folder)) for job in jobs]
     assert sum(before) > 0
     assert max(before) < 20, "nobody was waited for"
-    time.sleep(0.6)
+    time.sleep(0.4)
     assert [len(read_records(job.folder)) for job in jobs] == before
 
 
