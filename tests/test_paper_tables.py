@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,8 +105,14 @@ def test_several_runs_at_a_time_lose_no_curve(suite: Path, tmp_path: Path) -> No
 
 
 def test_a_queue_names_what_failed_and_runs_the_rest(
-    suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    suite: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Its processes have torch loaded. That the queue can start new ones is the test before.
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     variant = '"broken" = ["algorithm.name=local", "data.source=npz:absent.npz"]\n'
     suite.write_text(SUITE + variant)
     out = tmp_path / "results.jsonl"
@@ -118,7 +125,7 @@ def test_a_queue_names_what_failed_and_runs_the_rest(
 
 def test_the_copy_test_follows_the_last_round(suite: Path, tmp_path: Path) -> None:
     settings = ["algorithm.name=dffke", "algorithm.share=0.5", "algorithm.exchange_steps=2",
-                f"data.source={digits_file(tmp_path, 400)}"]  # fmt: skip
+                "algorithm.decoder_steps=20", f"data.source={digits_file(tmp_path, 400)}"]  # fmt: skip
     variant = f'"exchange" = {settings}\n'
     suite.write_text(SUITE + variant)
     out = tmp_path / "results.jsonl"
