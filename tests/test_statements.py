@@ -1,0 +1,288 @@
+"""Sentences that compare results agree with the stored runs, like the tables beside them.
+
+A page's tables are generated, its sentences are not. Each sentence here is computed from the stored
+runs and must stand in its page word for word. A failure prints the sentence that is true now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from barter.recipes.recipe import find_recipe
+from barter.recipes.stored import StoredRun, spread_over_seeds
+from benchmarks.tables import stored_rows
+
+ROOT = Path(__file__).parent.parent
+DFFKE = "dffke-cifar100-alpha-{}"
+FEDAVG = "averaging: fedavg, partition.alpha={}"
+ORACLE = "averaging: oracle, partition.alpha={}"
+LONG_DFFKE = "averaging: dffke, partition.alpha=0.1"  # seed 0, 50 rounds
+CLIENTS = 10
+
+
+@cache
+def rows() -> dict[str, list[StoredRun]]:
+    """Return all stored runs by row."""
+    return stored_rows()
+
+
+def points(row: str, at: int, metric: str = "global") -> float:
+    """Return the mean of a metric over seeds after a round, in percent."""
+    spread = spread_over_seeds(rows()[row], metric, at)
+    assert spread is not None, f"{row} has no {metric} after round {at}"
+    return 100 * spread.mean
+
+
+def fedavg(alpha: str, at: int) -> float:
+    """Return the accuracy of FedAvg's server after a round, in percent."""
+    return points(FEDAVG.format(alpha), at, "server")
+
+
+def only(row: str, seed: int = 0) -> StoredRun:
+    """Return the run of a row with this seed."""
+    (run,) = (run for run in rows()[row] if run.seed == seed)
+    return run
+
+
+def rounds_to_match(alpha: str) -> int:
+    """Return the first round in which FedAvg has DFFKE's accuracy of round 14."""
+    wanted = points(DFFKE.format(alpha), 14)
+    return next(at for at in range(1, 51) if fedavg(alpha, at) >= wanted)
+
+
+def gigabytes(row: str, rounds: int) -> float:
+    """Return what a client moves in as many rounds, in GB."""
+    total = only(row).total("bytes", rounds)
+    assert total is not None
+    return total / CLIENTS / 1e9
+
+
+def lead(alpha: str, at: int) -> float:
+    """Return how many points FedAvg's round `at` is above DFFKE's round 14."""
+    return fedavg(alpha, at) - points(DFFKE.format(alpha), 14)
+
+
+def above_paper(recipe: str, at: int) -> float:
+    """Return how many points a recipe's mean is above its paper's figure after a round."""
+    figure = find_recipe(recipe).paper
+    assert figure is not None
+    assert isinstance(figure.accuracy, float)
+    return points(recipe, at) - figure.accuracy
+
+
+def first_round_below(row: str, other: str) -> int:
+    """Return the round from which on a row's only run is below the other's server for good."""
+    below = [at for at in range(1, 51) if points(row, at) < points(other, at, "server") and at > 10]
+    assert below == list(range(below[0], 51)), "it stays below"
+    return below[0]
+
+
+def fedtgp_lead(clients: str, at: int) -> float:
+    """Return how many points DFFKE's participants are above FedTGP's on local tests."""
+    row = "paper-dffke-clients: {}" + clients
+    return points(row.format(""), at, "participants-own") - points(
+        row.format("fedtgp, "), at, "participants-own"
+    )
+
+
+# Page, sentence, and what its gaps are filled with.
+STATEMENTS: list[tuple[str, str, Callable[[], list[float | int]]]] = [
+    (
+        "README.md",
+        "FedAvg reaches DFFKE's accuracy of round 14 after {} (alpha 1.0) and {} rounds (alpha 0.1)",
+        lambda: [rounds_to_match("1.0"), rounds_to_match("0.1")],
+    ),
+    (
+        "README.md",
+        "A client has moved {:.1f} GB by then with DFFKE, {:.1f} and {:.1f} GB with FedAvg",
+        lambda: [
+            gigabytes(LONG_DFFKE, 14),
+            gigabytes(FEDAVG.format("1.0"), rounds_to_match("1.0")),
+            gigabytes(FEDAVG.format("0.1"), rounds_to_match("0.1")),
+        ],
+    ),
+    (
+        "README.md",
+        "After 50 rounds FedAvg is {:.1f} points (alpha 1.0) and {:.1f} points (alpha 0.1) above "
+        "DFFKE's round 14",
+        lambda: [lead("1.0", 50), lead("0.1", 50)],
+    ),
+    (
+        "README.md",
+        "is below FedAvg at the same round from round {} on",
+        lambda: [first_round_below(LONG_DFFKE, FEDAVG.format("0.1"))],
+    ),
+    (
+        "README.md",
+        "after five rounds, DFFKE has {:.1f}, class moments with ε = 8 have [{:.1f}]",
+        lambda: [points("dffke-cifar10-alpha-0.1", 5), points("moments-cifar10-epsilon-8", 5)],
+    ),
+    (
+        "README.md",
+        'DFFKE with `reveal = "statistics"` has {:.1f} (one seed',
+        lambda: [points("dffke-cifar10-statistics-alpha-0.1", 5)],
+    ),
+    (
+        "README.md",
+        "Local training has {:.1f}, DFFKE in its paper 43.2",
+        lambda: [points("dffke-cifar10-alpha-0.1", 1, "trained")],
+    ),
+    (
+        "docs/methods/dffke.md",
+        "{:.1f} % instead of {:.1f} % on CIFAR-100",
+        lambda: [points(DFFKE.format("1.0"), 14), points(DFFKE.format("1.0"), 1, "trained")],
+    ),
+    (
+        "docs/methods/dffke.md",
+        '`"statistics"` has {:.1f} instead of {:.1f} on CIFAR-100, and {:.1f} instead of {:.1f} on '
+        "CIFAR-10",
+        lambda: [
+            points("dffke-cifar100-statistics-alpha-1.0", 14),
+            points(DFFKE.format("1.0"), 14),
+            points("dffke-cifar10-statistics-alpha-1.0", 6),
+            points("dffke-cifar10-alpha-1.0", 6),
+        ],
+    ),
+    (
+        "docs/choose.md",
+        '{:.1f} % global with `reveal = "statistics"`, {:.1f} % by default, and clients that only '
+        "train locally have {:.1f} %",
+        lambda: [
+            points("dffke-cifar100-statistics-alpha-1.0", 14),
+            points(DFFKE.format("1.0"), 14),
+            points(DFFKE.format("1.0"), 1, "trained"),
+        ],
+    ),
+    (
+        "docs/results/dffke.md",
+        "by {:.1f} points (CIFAR-100, alpha 1.0), {:.1f} (alpha 0.1), {:.1f} and {:.1f} (CIFAR-10)",
+        lambda: [
+            above_paper(DFFKE.format("1.0"), 14),
+            above_paper(DFFKE.format("0.1"), 14),
+            above_paper("dffke-cifar10-alpha-0.1", 5),
+            above_paper("dffke-cifar10-alpha-1.0", 6),
+        ],
+    ),
+    (
+        "docs/results/dffke.md",
+        "by {:.1f} points after eight rounds and by {:.1f} after nine",
+        lambda: [
+            -above_paper("dffke-cifar100-htfe-2", 8),
+            -above_paper("dffke-cifar100-htfe-5", 9),
+        ],
+    ),
+    (
+        "docs/results/dffke.md",
+        "brings HtFE-5 {:.1f} points** after eight rounds ({:.1f} instead of {:.1f})",
+        lambda: [
+            points("dffke-cifar100-htfe-5", 8) - points("paper-dffke: htfe-5, logits refused", 8),
+            points("dffke-cifar100-htfe-5", 8),
+            points("paper-dffke: htfe-5, logits refused", 8),
+        ],
+    ),
+    (
+        "docs/results/averaging.md",
+        "After 14 it is {:.1f} points (alpha 1.0) and {:.1f} points (alpha 0.1) above FedAvg, which "
+        "reaches DFFKE's accuracy after {} and {} rounds",
+        lambda: [
+            -lead("1.0", 14),
+            -lead("0.1", 14),
+            rounds_to_match("1.0"),
+            rounds_to_match("0.1"),
+        ],
+    ),
+    (
+        "docs/results/averaging.md",
+        "has its best after round {} ({:.1f}) and falls to {:.1f}, below FedAvg's {:.1f} and from "
+        "round {} on below FedAvg at the same round",
+        lambda: [
+            *best_of(LONG_DFFKE),
+            points(LONG_DFFKE, 50),
+            fedavg("0.1", 50),
+            first_round_below(LONG_DFFKE, FEDAVG.format("0.1")),
+        ],
+    ),
+    (
+        "docs/results/averaging.md",
+        "The other two seeds have {:.1f} and {:.1f} after round 14",
+        lambda: [value(DFFKE.format("0.1"), seed, 14) for seed in (1, 2)],
+    ),
+    (
+        "docs/results/averaging.md",
+        "for 16 rounds has {:.1f} after round 14 and {:.1f} after round 16",
+        lambda: [value(DFFKE.format("1.0"), 2, at) for at in (14, 16)],
+    ),
+    (
+        "docs/results/averaging.md",
+        "**Decoding costs {:.1f} and {:.1f} points after 14 rounds**",
+        lambda: [
+            points(ORACLE.format(alpha), 14) - points(DFFKE.format(alpha), 14)
+            for alpha in ("1.0", "0.1")
+        ],
+    ),
+    (
+        "docs/results/averaging.md",
+        "cost FedAvg {:.1f} points after 14 rounds and {:.1f} after 50, DFFKE {:.1f} and the oracle "
+        "{:.1f} after 14",
+        lambda: [
+            fedavg("1.0", 14) - fedavg("0.1", 14),
+            fedavg("1.0", 50) - fedavg("0.1", 50),
+            points(DFFKE.format("1.0"), 14) - points(DFFKE.format("0.1"), 14),
+            points(ORACLE.format("1.0"), 14) - points(ORACLE.format("0.1"), 14),
+        ],
+    ),
+    (
+        "docs/results/dffke-participation.md",
+        "by {:.1f}, {:.1f} and {:.1f} points after the last round",
+        lambda: [
+            fedtgp_lead("20 clients, half in a round", 8),
+            fedtgp_lead("50 clients, a fifth in a round", 10),
+            fedtgp_lead("100 clients, a tenth in a round", 10),
+        ],
+    ),
+    (
+        "docs/results/dffke-participation.md",
+        "it leads by {:.1f} points**: {:.1f} and {:.1f} after eight rounds",
+        lambda: [
+            fedtgp_lead("10 clients, all in a round", 8),
+            points("paper-dffke-clients: 10 clients, all in a round", 8, "participants-own"),
+            points(
+                "paper-dffke-clients: fedtgp, 10 clients, all in a round", 8, "participants-own"
+            ),
+        ],
+    ),
+    (
+        "docs/results/systems.md",
+        "and has {:.1f} after 18 rounds, where FedAF has {:.1f}",
+        lambda: [
+            points("paper-fedaf: moon, partition.alpha=0.1", 18, "server"),
+            points("fedaf-cifar10-alpha-0.1", 18, "server"),
+        ],
+    ),
+]
+
+
+def best_of(row: str) -> tuple[int, float]:
+    """Return the round in which the only run of a row is best, and its accuracy in percent."""
+    best = only(row).best("global")
+    assert best is not None
+    return best[0], 100 * best[1]
+
+
+def value(row: str, seed: int, at: int) -> float:
+    """Return the accuracy of one seed after a round, in percent."""
+    found = only(row, seed).value("global", at)
+    assert found is not None
+    return 100 * found
+
+
+@pytest.mark.parametrize(("page", "sentence", "gaps"), STATEMENTS)
+def test_sentences_agree_with_stored_results(
+    page: str, sentence: str, gaps: Callable[[], list[float | int]]
+) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    assert sentence.format(*gaps()) in text
