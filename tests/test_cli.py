@@ -126,7 +126,7 @@ def test_images_that_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     few = ["--set", f"data.source={digits_file(tmp_path)}", "--set", "models=small-mlp"]
     few += ["--set", "rounds=1"]
-    assert "is not the folder of a run" in said(str(tmp_path / "nowhere"))
+    assert "there is no folder" in said(str(tmp_path / "nowhere"))
     forgets = ["--set", "algorithm.memory=0"]
     assert main(["run", "--out", str(tmp_path / "a"), *QUICK, *few, *forgets]) == 0
     assert "remembers none" in said(str(tmp_path / "a"))
@@ -373,10 +373,15 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run", "--set", "min_clients=6"], "only 5 clients"),
     (["run", "--device", "tpu"], "'tpu' is not one of"),
     (["run", "--set", "device=gpu"], "one of auto, cpu, cuda"),
-    (["run", "--out", "full"], "exists and is not empty"),
+    (["run", "--out", "full"], "exists and is not empty: choose another --out$"),
+    (
+        ["run", "--algorithm", "fedavg:momentum=0.9"],
+        "such as --set algorithm.momentum=0.9; NAME:FIELD=VALUE is for `barter compare`",
+    ),
+    (["run", "--algorithm", "fedavg", "--set", "algorithm.momentum=1"], "float >= 0 and < 1"),
     (["run", "--out", "broken.toml/run"], "cannot be written"),
     (["resume"], "Missing argument"),
-    (["resume", "none"], "none is not the folder of a run: there is no config.toml"),
+    (["resume", "none"], "there is no folder none"),
     (["resume", "full"], "full is not the folder of a run: there is no config.toml"),
     (
         ["resume", "unborn"],

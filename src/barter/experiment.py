@@ -570,11 +570,16 @@ class Experiment:
         One client's malformed answer is its own. If others' are extreme too, at least two in all,
         an earlier round has probably spoilt what all clients start from. Extreme are errors about
         NaN, infinity or a range of values. Several earlier rounds may be spoilt: with a plain mean,
-        one client can enlarge the weights a little in every round.
+        one client can enlarge the weights a little in every round. In the first round no client can
+        have spoilt anything, so if all clients' answers are extreme, their training diverged.
         """
         extreme = [text for text in errors if "NaN or infinity" in text or "of its values" in text]
         if len(extreme) < 2:
             return ""
+        if len(extreme) == self.config.clients and not self.round:
+            return (
+                "; training diverged at all clients in the first round: try a lower learning rate"
+            )
         way_back = self._earlier_round("; ", self.round)
         plain_mean = getattr(self.algorithm, "average", "mean") == "mean"
         if self.config.robust == "none" and self.algorithm.aggregates and plain_mean:

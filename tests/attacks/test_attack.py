@@ -256,7 +256,7 @@ def test_a_network_that_sees_one_class_everywhere_takes_it_for_frequent() -> Non
     ("arguments", "words"),
     [
         (["attack", "RUN", "--shadows", "3"], "give an even number"),
-        (["attack", "nowhere"], "nowhere is not the folder of a run"),
+        (["attack", "nowhere"], "there is no folder nowhere"),
     ],
 )
 def test_mistakes(
@@ -400,7 +400,7 @@ def test_images_that_are_given_away_are_held_beside_private_ones(tmp_path: Path)
         "bytes of originals"
     )
     results = run_attacks(folder, 0, Silence())[0]
-    assert by_name(results, "membership")["nearest of the images given away"]["tpr_0.1%"] > 0
+    assert by_name(results, "membership")["nearest of the images given away"]["tpr_1.0%"] > 0.02
 
 
 def test_numbers_that_tell_nothing_are_not_read_as_classes(run: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from barter.core.algorithm import Algorithm, ServerModel
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.params import Count, Fraction, Momentum, Positive
 from barter.core.payload import State
 from barter.core.record import Round
 from barter.ops.condense import (
@@ -83,7 +83,7 @@ class Condensation(Algorithm[Server, Condenser]):
     server_epochs: Count = 200
     # η: learning rate of the model; FedAF's paper has 0.001 for both methods
     server_lr: Positive = 0.01
-    momentum: NonNegative = 0.9  # momentum of the SGD for the model; in FedAF for images too
+    momentum: Momentum = 0.9  # momentum of the SGD for the model; in FedAF for images too
 
     def condense_for_upload(
         self,

@@ -45,7 +45,7 @@ from barter.core.evaluation import predict
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.params import Count, Fraction, Momentum, NonNegative, Positive
 from barter.core.record import Round
 from barter.models.generators import Decoder
 from barter.ops.condense import quantise_images
@@ -155,7 +155,7 @@ class DENSE(Algorithm[Archive]):
     epochs: Count = 10  # E: local epochs; 400 in the authors' commands
     batch_size: Count = 32  # private images per step; 128 in the authors' code
     lr: Positive = 0.01  # η: learning rate of the clients' SGD
-    momentum: NonNegative = 0.9  # momentum of all SGD
+    momentum: Momentum = 0.9  # momentum of all SGD
     # T: repetitions per round of generating a batch and learning from all images; 200 in the paper
     passes: Count = 5
     generator_steps: Count = 10  # T_G: steps of each batch's generator; 30 in the paper

@@ -22,7 +22,7 @@ from typing import ClassVar
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.params import Count, Fraction, Momentum, NonNegative, Positive
 from barter.core.payload import State
 from barter.core.record import Primary
 from barter.core.robust import Aggregate
@@ -45,7 +45,7 @@ class FedAvg(Algorithm):
     epochs: Count = 5  # E: local epochs
     batch_size: Count = 10  # B: images per step
     lr: Positive = 0.05  # η: learning rate of SGD
-    momentum: NonNegative = 0.0  # momentum of SGD; not in the paper
+    momentum: Momentum = 0.0  # momentum of SGD; 0, as in the paper, is plain SGD
     weight_decay: NonNegative = 0.0  # weight decay of the clients' optimizer
     # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)
     average: Average = "mean"

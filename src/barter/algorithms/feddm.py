@@ -28,7 +28,7 @@ from barter.core.algorithm import Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.images import Augment
 from barter.core.nodes import Server
-from barter.core.params import NonNegative, Positive
+from barter.core.params import Momentum, NonNegative, Positive
 from barter.ops.condense import Lot, concatenate_lots
 from barter.ops.fit import classification
 from barter.ops.trust import trusted_sets
@@ -53,7 +53,7 @@ class FedDM(Condensation):
     # -- FedDM's own fields
 
     rho: Positive = 5.0  # ρ: distance of a sampled network from the global model
-    image_momentum: NonNegative = 0.5  # momentum of the SGD for images
+    image_momentum: Momentum = 0.5  # momentum of the SGD for images
     weight_decay: NonNegative = 5e-4  # weight decay of the SGD for the model
 
     def round(self, server: Server, clients: Clients, t: int) -> None:

@@ -42,7 +42,7 @@ from barter.core.clients import Clients
 from barter.core.evaluation import accuracy
 from barter.core.images import Images
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.params import Count, Fraction, Momentum, NonNegative, Positive
 from barter.core.payload import State
 from barter.ops.average import average
 from barter.ops.fit import Anchor, fit, make_anchor, sgd
@@ -87,7 +87,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
     epochs: Count = 5  # local epochs
     batch_size: Count = 50  # images per step
     lr: Positive = 0.1  # η: learning rate of SGD
-    momentum: NonNegative = 0.0  # momentum of SGD; not in the paper
+    momentum: Momentum = 0.0  # momentum of SGD; 0, as in the paper, is plain SGD
     weight_decay: NonNegative = 1e-3  # weight decay of SGD
     clip: Positive = 10.0  # largest norm of the gradient
     # α: weight of the regulariser, for a client with the mean number of images

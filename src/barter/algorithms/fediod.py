@@ -54,7 +54,7 @@ from barter.core.contracts import Counts, Floats
 from barter.core.images import Augment, Spec, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client
-from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.params import Count, Fraction, Momentum, NonNegative, Positive
 from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Decoder, PatchDiscriminator
@@ -221,7 +221,7 @@ class FedIOD(Algorithm[Curator, DiscriminatorClient]):
     epochs: Count = 10  # local epochs, once; 500 in the authors' code
     batch_size: Count = 32  # private images per step; 256 in the authors' code
     lr: Positive = 0.01  # learning rate of the clients' SGD; 0.0025 in the authors' code
-    momentum: NonNegative = 0.9  # momentum of all SGD
+    momentum: Momentum = 0.9  # momentum of all SGD
     # iterations per round: a step of discriminators and generator, and global_steps of the model
     iterations: Count = 10
     global_steps: Count = 5  # steps of the server's model in an iteration

@@ -51,7 +51,7 @@ from barter.core.evaluation import record_before_exchange
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client
-from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.params import Count, Fraction, Momentum, NonNegative, Positive
 from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Decoder
@@ -161,7 +161,7 @@ class FedZKT(Algorithm[Artist, Client]):
     noise: Count = 100  # width of the noise
     generator_lr: Positive = 1e-3  # learning rate of the generator, with Adam
     global_lr: Positive = 0.01  # learning rate of all models on the server, with SGD
-    momentum: NonNegative = 0.9  # momentum of that SGD
+    momentum: Momentum = 0.9  # momentum of that SGD
 
     @property
     def server_model(self) -> ServerModel:

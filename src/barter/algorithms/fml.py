@@ -39,7 +39,7 @@ from barter.core.algorithm import Crossing, ServerModel
 from barter.core.contracts import Weights
 from barter.core.model import Classifier
 from barter.core.nodes import Client
-from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.params import Count, Fraction, Momentum, Positive
 from barter.core.payload import State
 from barter.core.record import Round
 from barter.ops.distill import kl
@@ -92,7 +92,7 @@ class FML(FedAvg):
     # the clients' optimizer; DFFKE's comparison uses adam with lr 0.001 and batches of 100
     optimizer: Optimizer = "sgd"
     lr: Positive = 0.01  # η: learning rate
-    momentum: NonNegative = 0.9  # momentum of SGD
+    momentum: Momentum = 0.9  # momentum of SGD
 
     @property
     def server_model(self) -> ServerModel:  # type: ignore[override]  # FedAvg's is a constant

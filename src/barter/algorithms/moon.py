@@ -40,7 +40,7 @@ from barter.compute import lanes
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client
-from barter.core.params import Count, NonNegative, Positive
+from barter.core.params import Count, Momentum, NonNegative, Positive
 from barter.core.payload import State
 from barter.models.pooled import add_projection_head
 from barter.ops.fit import fit_by, sgd
@@ -98,7 +98,7 @@ class MOON(FedAvg):
     epochs: Count = 10  # E: local epochs
     batch_size: Count = 64  # B: images per step
     lr: Positive = 0.01  # η: learning rate of SGD
-    momentum: NonNegative = 0.9  # momentum of SGD
+    momentum: Momentum = 0.9  # momentum of SGD
     weight_decay: NonNegative = 1e-5  # weight decay of SGD
     mu: NonNegative = 1.0  # μ: weight of the contrastive loss
     tau: Positive = 0.5  # τ: temperature of the contrastive loss

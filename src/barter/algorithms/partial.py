@@ -34,7 +34,7 @@ from barter.core.contracts import Counts, When
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
+from barter.core.params import Count, Fraction, Momentum, NonNegative, Positive, Whole
 from barter.core.payload import State
 from barter.core.robust import Aggregate
 from barter.models.width import (
@@ -107,7 +107,7 @@ class PartialTraining(Algorithm[S, Client]):
     steps: Count | None = None  # number of local steps; none is whole epochs
     batch_size: Count = 10  # images per step
     lr: Positive = 0.02  # η: learning rate of the clients' SGD; HeteroFL has 0.1, DFRD 0.01
-    momentum: NonNegative = 0.9  # momentum of the clients' SGD; 0 in DFRD
+    momentum: Momentum = 0.9  # momentum of the clients' SGD; 0 in DFRD
     weight_decay: NonNegative = 5e-4  # weight decay of the clients' SGD; 0 in DFRD
     # normalisation statistics: of all clients' data in the averaged network, of own data in the own
     # submodel (afterwards), of each batch (DFRD), or running ones (FedAvg)

@@ -282,8 +282,9 @@ def _summarise_scores(attack: str, scores: Mapping[int, tuple[Tensor, ImagePool]
     note = f"{len(members)} members and {len(others)} others"
     if not len(members) or not len(others):
         return Result("membership", attack, note=f"{note}: nothing to tell apart")
-    if len(others) * RATES[-1] < 1:
-        note += "; too few for a false positive rate of 0.1 %"
+    too_few = [rate for rate in RATES if not _can_measure(rate, others)]
+    if too_few:
+        note += f"; too few for a false positive rate of {max(too_few):.1%}"
     return Result("membership", attack, _values(members, others), clients, note)
 
 
@@ -293,10 +294,19 @@ def _split_scores(score: Tensor, pool: ImagePool) -> tuple[Tensor, Tensor]:
     return score[pool.candidates[inside]], score[pool.candidates[~inside]]
 
 
+def _can_measure(rate: float, others: Tensor) -> bool:
+    """Return whether a false positive rate is at least one of these images."""
+    return len(others) * rate >= 1
+
+
 def _values(members: Tensor, others: Tensor) -> dict[str, float]:
-    """Return area under the curve, its standard error, and true positive rates."""
+    """Return area under the curve, its standard error, and the true positive rates of `RATES`.
+
+    Rates that need more images of others are left out.
+    """
     area, error = auc_with_error(members, others)
     values = {"auc": area, "error": error}
     for rate in RATES:
-        values[f"tpr_{rate:.1%}"] = true_positive_rate(members, others, rate)
+        if _can_measure(rate, others):
+            values[f"tpr_{rate:.1%}"] = true_positive_rate(members, others, rate)
     return values

@@ -169,8 +169,10 @@ class Comparison:
         before = {key: item for key, item in with_defaults(self.common).items() if key in common}
         differing = first_difference(before, common, ()) if self.common else None
         if differing is not None:
+            former, wanted = (_find_value(tree, differing) for tree in (before, common))
             raise CheckpointError(
-                f"{self.folder} compares runs with another {differing}: choose another --out"
+                f"the runs in {self.folder} have {differing}={former}, these have "
+                f"{differing}={wanted}: choose another --out"
             )
         self.common = common
         self.rounds = shared["rounds"]
@@ -522,3 +524,11 @@ def _stop_at_exit(running: Mapping[RunJob, tuple[Started, float]]) -> Iterator[N
                 os.killpg(process.pid, signal.SIGTERM)
         for process, _ in running.values():
             process.wait()
+
+
+def _find_value(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key such as "partition.alpha"; None if it is missing."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

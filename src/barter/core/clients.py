@@ -19,7 +19,7 @@ from typing import (
 
 import torch
 
-from barter.core.errors import ClientError, ConfigError
+from barter.core.errors import ClientError, ConfigError, PayloadError
 from barter.core.nodes import Client
 
 __all__ = ["Clients", "Engine", "Failure", "Replies"]
@@ -355,7 +355,8 @@ class Clients(Sequence[int]):
         error = ClientError(
             f"{answered} of {asked} clients answered {method!r}, {needed} must: {reasons}"
         )
-        # A ConfigError says what to change, so its traceback is not needed.
-        if ConfigError.__name__ not in failures[0].error:
+        # These two say what is wrong and where, so their tracebacks are not needed.
+        explained = (ConfigError.__name__, PayloadError.__name__)
+        if not any(name in failures[0].error for name in explained):
             error.add_note(failures[0].traceback)
         raise error

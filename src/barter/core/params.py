@@ -27,6 +27,7 @@ __all__ = [
     "DeviceName",
     "Field",
     "Fraction",
+    "Momentum",
     "NonNegative",
     "Positive",
     "Range",
@@ -56,13 +57,14 @@ class Range:
 
     gt: float = -math.inf
     ge: float = -math.inf
+    lt: float = math.inf
     le: float = math.inf
 
     def __contains__(self, value: float) -> bool:
-        return self.gt < value and self.ge <= value <= self.le
+        return self.gt < value < self.lt and self.ge <= value <= self.le
 
     def __str__(self) -> str:
-        bounds = ((">", self.gt), (">=", self.ge), ("<=", self.le))
+        bounds = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if math.isfinite(bound))
 
 
@@ -88,6 +90,7 @@ class Spelling:
 Fraction = Annotated[float, Range(gt=0, le=1)]
 Positive = Annotated[float, Range(gt=0)]
 NonNegative = Annotated[float, Range(ge=0)]
+Momentum = Annotated[float, Range(ge=0, lt=1)]  # With 1 or more, SGD diverges.
 Count = Annotated[int, Range(ge=1)]
 Whole = Annotated[int, Range(ge=0)]
 Side = Annotated[int, Range(ge=1, le=4096)]  # Height or width of an image in pixels.

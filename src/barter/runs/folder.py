@@ -101,9 +101,8 @@ class RunFolder:
                 cannot be written.
         """
         if path.exists() and not never_began(path):
-            raise CheckpointError(
-                f"{path} exists and is not empty: choose another --out, or `barter resume {path}`"
-            )
+            resume = f", or `barter resume {path}`" if (path / "config.toml").exists() else ""
+            raise CheckpointError(f"{path} exists and is not empty: choose another --out{resume}")
         made = not path.exists()
         folder = cls(path)
         folder.created = True
@@ -456,6 +455,8 @@ def require_run(run: Path) -> Path:
     Raises:
         CheckpointError: It is not. For a comparison, the message names one of its runs.
     """
+    if not run.exists():
+        raise CheckpointError(f"there is no folder {run}")
     if not (run / "config.toml").exists():
         runs = sorted(path.parent for path in run.glob("*/seed-*/config.toml"))
         hint = f"; it is a comparison, give one of its runs, such as {runs[0]}" if runs else ""

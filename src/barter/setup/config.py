@@ -367,6 +367,11 @@ def _find_class(
             raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(name, registry)}")
         return registry[name]
     known, _, rest = name.partition(":")
+    if known in registry and "=" in rest:
+        raise ConfigError(
+            f"{name!r}: give the {what}'s name alone, {known}, and its fields one by one, such as "
+            f"--set {what}.{rest}; NAME:FIELD=VALUE is for `barter compare`"
+        )
     if known in registry:
         raise ConfigError(
             f"{name!r}: what follows {known}: is a field with its value, such as {known}:{rest}=1"
