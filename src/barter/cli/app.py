@@ -364,7 +364,8 @@ def attack(
         typer.Option(
             parser=whole_number(0),
             metavar="N",
-            help="Even number of shadow runs: like RUN, on half of the images each.",
+            help="Even number of shadow runs, each of which takes as long as RUN: like RUN, on half of "
+            "the images. 0 leaves out the attacks that need them.",
         ),
     ] = 4,
     canary: Annotated[
