@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from barter.core.files import replace_text
 from barter.recipes.recipe import find_recipe, recipe_names
-from barter.recipes.stored import StoredRun, spread_over_seeds
+from barter.recipes.stored import StoredRun, common_rounds, spread_over_seeds
 from benchmarks.tables import ROOT, stored_rows
 
 IMAGES = ROOT / "docs" / "images"
@@ -138,7 +138,7 @@ def read_curve(runs: Sequence[StoredRun], before: bool, metric: str) -> dict[int
     trained = spread_over_seeds(runs, "trained", 1) if before else None
     if trained is not None:
         curve[0] = 100 * trained.mean
-    for at in sorted(set.intersection(*(set(run.rounds) for run in runs))):
+    for at in common_rounds(runs):
         spread = spread_over_seeds(runs, metric, at)
         if spread is not None:
             curve[at] = 100 * spread.mean

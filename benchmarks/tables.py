@@ -28,16 +28,16 @@ tables show is said by benchmarks/tables.toml:
 Columns, which may begin with a metric of their own ("own last", "trained 1", "server by seed"):
 
     5            mean ± standard deviation over seeds after round 5, in percent; empty if a seed's run is shorter
-    last, best   the same after the last round, or the best one of the mean curve, with its number;
-                 here and below, the last round is the last one that all seeds have
-    mean         the mean alone after the last round
-    by seed      the values after the last round, seed by seed
-    range        lowest to highest value after the last round
-    above        difference to the table's baseline after the last round, seed by seed
+    last, best   the same after the last round that all seeds have, or after the best one of the
+                 mean curve, with its number
+    mean         the mean alone after that last round
+    by seed      the values after it, seed by seed
+    range        lowest to highest value after it
+    above        difference to the table's baseline after the last round of both, seed by seed
     paper        the paper's figure, from the recipe of the same name, or the row's own as with text
     source       paper and table of that figure
     seeds, hardware
-    rounds       the number of the last round
+    rounds       the number of the last round that all seeds have
     seconds      median seconds of a round after the first, over all seeds
     minutes      mean duration of a run
     bytes        mean traffic of a run, both directions
@@ -129,7 +129,8 @@ def accuracy(runs: Sequence[StoredRun], metric: str, at: int, *, number: bool) -
     """Return mean and standard deviation of a metric after a round.
 
     Empty if it was not measured, or if the run of a seed is shorter: a mean over fewer seeds than
-    its neighbours' could rise or fall for that reason alone.
+    its neighbours' could rise or fall for that reason alone. Seeds whose run has the round but not
+    the metric do not count; the text beside such a table says so.
     """
     spread = spread_over_seeds(runs, metric, at)
     if spread is None or at not in common_rounds(runs):

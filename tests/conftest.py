@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay until the end: no collection looks at them again, and no fork copies them for one."""
+    """Exclude modules and tests from garbage collection, which is then fast and makes forks copy fewer pages."""
     gc.collect()
     gc.freeze()
 
@@ -211,7 +211,10 @@ ALL_CROPS = moments.CROPS
 
 @pytest.fixture(autouse=True, scope="session")
 def few_crops() -> Iterator[None]:
-    """Features are whitened by a tenth of the crops; tests of an accuracy take `all_crops`."""
+    """Whiten the features of `moments` with a tenth of the crops, in this process and its forks alone.
+
+    Tests that check accuracy use `all_crops`, and so do comparisons with a process that is started anew.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moments, "CROPS", ALL_CROPS // 10)
         yield
@@ -219,7 +222,7 @@ def few_crops() -> Iterator[None]:
 
 @pytest.fixture
 def all_crops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features are whitened by as many crops of photographs as without tests."""
+    """Whiten features with as many crops of photographs as outside of tests."""
     monkeypatch.setattr(moments, "CROPS", ALL_CROPS)
 
 

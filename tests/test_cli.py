@@ -375,8 +375,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run", "--set", "device=gpu"], "one of auto, cpu, cuda"),
     (["run", "--out", "full"], "exists and is not empty: choose another --out$"),
     (
-        ["run", "--algorithm", "fedavg:momentum=0.9"],
-        "such as --set algorithm.momentum=0.9; NAME:FIELD=VALUE is for `barter compare`",
+        ["run", "--algorithm", "fedavg:momentum=0.9:lr=0.1"],
+        "its fields by --set algorithm.momentum=0.9 --set algorithm.lr=0.1$",
     ),
     (["run", "--algorithm", "fedavg", "--set", "algorithm.momentum=1"], "float >= 0 and < 1"),
     (["run", "--out", "broken.toml/run"], "cannot be written"),

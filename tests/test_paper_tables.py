@@ -110,9 +110,9 @@ def test_a_queue_names_what_failed_and_runs_the_rest(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Its processes have torch loaded. That the queue can start new ones is the test before.
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
+    # Forked processes have torch loaded, which saves its import. The test above covers spawned ones.
+    context = multiprocessing.get_context
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context("fork"))
     variant = '"broken" = ["algorithm.name=local", "data.source=npz:absent.npz"]\n'
     suite.write_text(SUITE + variant)
     out = tmp_path / "results.jsonl"

@@ -34,6 +34,7 @@ def points(row: str, at: int, metric: str = "global") -> float:
     """Return the mean of a metric over seeds after a round, in percent."""
     spread = spread_over_seeds(rows()[row], metric, at)
     assert spread is not None, f"{row} has no {metric} after round {at}"
+    assert len(spread.values) == len(rows()[row]), f"a seed of {row} has no {metric} there"
     return 100 * spread.mean
 
 
@@ -87,6 +88,20 @@ def fedtgp_lead(clients: str, at: int) -> float:
     return points(row.format(""), at, "participants-own") - points(
         row.format("fedtgp, "), at, "participants-own"
     )
+
+
+def best_of(row: str) -> tuple[int, float]:
+    """Return the round in which the only run of a row is best, and its accuracy in percent."""
+    best = only(row).best("global")
+    assert best is not None
+    return best[0], 100 * best[1]
+
+
+def value(row: str, seed: int, at: int) -> float:
+    """Return the accuracy of one seed after a round, in percent."""
+    found = only(row, seed).value("global", at)
+    assert found is not None
+    return 100 * found
 
 
 # Page, sentence, and what its gaps are filled with.
@@ -264,20 +279,6 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float | int]]]] = [
         ],
     ),
 ]
-
-
-def best_of(row: str) -> tuple[int, float]:
-    """Return the round in which the only run of a row is best, and its accuracy in percent."""
-    best = only(row).best("global")
-    assert best is not None
-    return best[0], 100 * best[1]
-
-
-def value(row: str, seed: int, at: int) -> float:
-    """Return the accuracy of one seed after a round, in percent."""
-    found = only(row, seed).value("global", at)
-    assert found is not None
-    return 100 * found
 
 
 @pytest.mark.parametrize(("page", "sentence", "gaps"), STATEMENTS)

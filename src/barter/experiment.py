@@ -405,7 +405,7 @@ class Experiment:
                 reason = refusals[0].partition(f"{PrivacyError.__name__}: ")[2]
                 raise PrivacyError(self._budget_message(reason)) from None
             if isinstance(error, ClientError):
-                _extend(error, self._way_back(errors))
+                _extend(error, self._way_back(errors, error.answered))
             raise
         self._unfinished = False
         return record
@@ -564,22 +564,24 @@ class Experiment:
         earlier = [t for t in checkpoint_rounds(path) if t < than]
         return f"{before}`barter resume {path} --round {earlier[-1]}` goes back" if earlier else ""
 
-    def _way_back(self, errors: Sequence[str]) -> str:
+    def _way_back(self, errors: Sequence[str], answered: int) -> str:
         """Return how to go back if several clients' answers are extreme; or nothing.
 
         One client's malformed answer is its own. If others' are extreme too, at least two in all,
         an earlier round has probably spoilt what all clients start from. Extreme are errors about
         NaN, infinity or a range of values. Several earlier rounds may be spoilt: with a plain mean,
-        one client can enlarge the weights a little in every round. In the first round no client can
-        have spoilt anything, so if all clients' answers are extreme, their training diverged.
+        one client can enlarge the weights a little in every round. If no client has a good answer
+        in the first round, it is more likely that training diverged.
+
+        Args:
+            errors: The errors of the round's failures.
+            answered: The number of clients whose answers were accepted in the failed call.
         """
         extreme = [text for text in errors if "NaN or infinity" in text or "of its values" in text]
         if len(extreme) < 2:
             return ""
-        if len(extreme) == self.config.clients and not self.round:
-            return (
-                "; training diverged at all clients in the first round: try a lower learning rate"
-            )
+        if not (answered or self.round) and len(extreme) == len(errors):
+            return "; training probably diverged at all clients: try a lower learning rate"
         way_back = self._earlier_round("; ", self.round)
         plain_mean = getattr(self.algorithm, "average", "mean") == "mean"
         if self.config.robust == "none" and self.algorithm.aggregates and plain_mean:

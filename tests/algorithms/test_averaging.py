@@ -343,7 +343,7 @@ def test_weight_decay_shrinks_weights_in_the_first_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedftg", "feddyn"])
-def test_momentum_repeats_a_part_of_the_last_step(name: str) -> None:
+def test_momentum_adds_a_share_of_the_previous_step(name: str) -> None:
     """Two steps on all images: the second one also takes 0.9 times the first, w2 + 0.9 (w1 - w0)."""
 
     def train(epochs: int, momentum: float) -> list[Tensor]:

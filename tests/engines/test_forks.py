@@ -340,10 +340,10 @@ def test_a_client_that_hangs_is_that_clients_failure(
     clients: int, threads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"clients": clients, "threads": threads, "min_clients": 1}
-    experiment = perceptrons(Hang(), timeout=1, **options)
+    experiment = perceptrons(Hang(), timeout=2, **options)
     # Quick turns have processes too: which client can hang is not known before.
     rounds = list(experiment.rounds(3))
-    why = "client 1 failed in 'ask', round 2: it was not done within 1 s, the run's timeout"
+    why = "client 1 failed in 'ask', round 2: it was not done within 2 s, the run's timeout"
     assert [r.failures for r in rounds] == [[], [why], []]
     assert [r.clients[0]["asked"] for r in rounds] == [1, 2, 3]
     assert not caplog.messages

@@ -213,7 +213,10 @@ def test_clients_that_fail_at_what_they_received_lead_back(tmp_path: Path) -> No
         defended.step()
 
 
-def test_training_that_diverges_at_all_clients_asks_for_a_lower_rate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fraction", [1.0, 0.6])
+def test_training_that_diverges_at_all_clients_asks_for_a_lower_rate(
+    tmp_path: Path, fraction: float
+) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Explodes(FedAvg):
         """FedAvg whose clients' weights become far too large."""
@@ -222,8 +225,9 @@ def test_training_that_diverges_at_all_clients_asks_for_a_lower_rate(tmp_path: P
             found = super().client_update(client, w)
             return {**found, "head.bias": found["head.bias"] + 1e30}
 
-    experiment = perceptrons(Explodes(**TINY["fedavg"]), out=tmp_path / "run")
-    with pytest.raises(ClientError, match="in the first round: try a lower learning rate$"):
+    settings = {**TINY["fedavg"], "fraction": fraction}
+    experiment = perceptrons(Explodes(**settings), out=tmp_path / "run")
+    with pytest.raises(ClientError, match="diverged at all clients: try a lower learning rate$"):
         experiment.step()
 
 

@@ -364,8 +364,8 @@ def attack(
         typer.Option(
             parser=whole_number(0),
             metavar="N",
-            help="Even number of shadow runs, each of which takes as long as RUN: like RUN, on half of "
-            "the images. 0 leaves out the attacks that need them.",
+            help="Number of shadow runs, even. Each repeats RUN on a random half of the images and takes "
+            "about as long. 0 skips the attacks that need them.",
         ),
     ] = 4,
     canary: Annotated[

@@ -169,11 +169,8 @@ class Comparison:
         before = {key: item for key, item in with_defaults(self.common).items() if key in common}
         differing = first_difference(before, common, ()) if self.common else None
         if differing is not None:
-            former, wanted = (_find_value(tree, differing) for tree in (before, common))
-            raise CheckpointError(
-                f"the runs in {self.folder} have {differing}={former}, these have "
-                f"{differing}={wanted}: choose another --out"
-            )
+            difference = _describe_difference(differing, before, common)
+            raise CheckpointError(f"{self.folder} has {difference}: choose another --out")
         self.common = common
         self.rounds = shared["rounds"]
         self.seeds = sorted({*self.seeds, *request.seeds})
@@ -214,9 +211,8 @@ class Comparison:
             existing = to_plain(_with_absolute_paths(read_run(path.parent, code_names(requested))))
             differing = first_difference(requested, existing, ("seed", *MAY_DIFFER))
             if differing is not None:
-                raise CheckpointError(
-                    f"{path.parent} was begun with another {differing}: choose another --out"
-                )
+                difference = _describe_difference(differing, existing, requested)
+                raise CheckpointError(f"{path.parent} has {difference}: choose another --out")
 
     def _save(self) -> None:
         plan = {
@@ -526,9 +522,15 @@ def _stop_at_exit(running: Mapping[RunJob, tuple[Started, float]]) -> Iterator[N
             process.wait()
 
 
-def _find_value(tree: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key such as "partition.alpha"; None if it is missing."""
-    value: Any = tree
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+def _describe_difference(
+    key: str, existing: Mapping[str, Any], requested: Mapping[str, Any]
+) -> str:
+    """Return both values of a dotted key that differs, as settings are written."""
+    values = []
+    for tree in (existing, requested):
+        value: Any = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        shown = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+        values.append(shown)
+    return f"{key}={values[0]}, and {key}={values[1]} is asked for"

@@ -355,6 +355,7 @@ class Clients(Sequence[int]):
         error = ClientError(
             f"{answered} of {asked} clients answered {method!r}, {needed} must: {reasons}"
         )
+        error.answered = answered
         # These two say what is wrong and where, so their tracebacks are not needed.
         explained = (ConfigError.__name__, PayloadError.__name__)
         if not any(name in failures[0].error for name in explained):

@@ -43,6 +43,8 @@ class PayloadError(BarterError):
 class ClientError(BarterError):
     """Fewer clients answered a call than `min_clients` requires."""
 
+    answered: int = 0  # the number of clients that did
+
 
 class CheckpointError(BarterError):
     """A file or folder that cannot be written, read or resumed from."""

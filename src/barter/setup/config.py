@@ -368,10 +368,9 @@ def _find_class(
         return registry[name]
     known, _, rest = name.partition(":")
     if known in registry and "=" in rest:
-        raise ConfigError(
-            f"{name!r}: give the {what}'s name alone, {known}, and its fields one by one, such as "
-            f"--set {what}.{rest}; NAME:FIELD=VALUE is for `barter compare`"
-        )
+        fields = re.split(r":(?=[\w.]+=)", rest)
+        settings = " ".join(f"--set {what}.{field}" for field in fields)
+        raise ConfigError(f"{name!r}: name the {what} alone, {known}, and its fields by {settings}")
     if known in registry:
         raise ConfigError(
             f"{name!r}: what follows {known}: is a field with its value, such as {known}:{rest}=1"
