@@ -192,7 +192,7 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float | int]]]] = [
     ),
     (
         "docs/results/dffke.md",
-        "brings HtFE-5 {:.1f} points** after eight rounds ({:.1f} instead of {:.1f})",
+        "brings HtFE-5 {:.1f} points** after eight rounds ({:.1f} instead of {:.1f}, one seed each)",
         lambda: [
             points("dffke-cifar100-htfe-5", 8) - points("paper-dffke: htfe-5, logits refused", 8),
             points("dffke-cifar100-htfe-5", 8),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from barter.attacks import membership
 from barter.attacks.measures import (
     auc_with_error,
     is_nearest_original,
@@ -89,3 +90,11 @@ def test_shares_are_compared_not_counts() -> None:
     assert share_error(torch.tensor([2, 2, 0]), torch.tensor([50, 50, 0])) == 0
     assert share_error(torch.tensor([1, 0, 0]), torch.tensor([0, 3, 1])) == 2
     assert share_error(torch.tensor([1, 1, 0]), torch.tensor([1, 0, 1])) == 1
+
+
+@pytest.mark.parametrize(
+    ("others", "rates"), [(99, []), (100, ["1.0%"]), (999, ["1.0%"]), (1000, ["1.0%", "0.1%"])]
+)
+def test_rates_below_one_image_are_left_out(others: int, rates: list[str]) -> None:
+    values = membership._values(torch.ones(10), torch.zeros(others))
+    assert values.keys() == {"auc", "error", *(f"tpr_{rate}" for rate in rates)}
