@@ -250,7 +250,9 @@ def test_runs_that_were_begun_otherwise_do_not_go_into_the_table(tmp_path: Path)
         planned(tmp_path, "fedavg", settings=["rounds=2", "clients=2", "partition.alpha=9"])
     with pytest.raises(CheckpointError, match=r"has clients=\d, and clients=\d is asked for"):
         planned(tmp_path, "fedavg", settings=["rounds=2", "clients=3"])
-    with pytest.raises(CheckpointError, match=r"has algorithm\.lr=0\.001, and algorithm\.lr=0\.5 is asked for"):
+    with pytest.raises(
+        CheckpointError, match=r"has algorithm\.lr=0\.001, and algorithm\.lr=0\.5 is asked for"
+    ):
         planned(
             tmp_path, "local:max_epochs=3", settings=["rounds=2", "clients=2", "algorithm.lr=0.5"]
         )
