@@ -295,7 +295,7 @@ def _split_scores(score: Tensor, pool: ImagePool) -> tuple[Tensor, Tensor]:
 
 
 def _can_measure(rate: float, others: Tensor) -> bool:
-    """Return whether a false positive rate is at least one of the non-members."""
+    """Return whether this false positive rate of the non-members is at least one image."""
     return len(others) * rate >= 1
 
 
