@@ -57,22 +57,30 @@ FIGURES = {
     "dffke-cifar.svg": [
         Panel(
             title,
-            {"DFFKE": recipe, "the paper as written": f"dffke-cifar-paper-augmented: {preset}"},
+            {"DFFKE": recipe, "the paper as written": preset},
             recipe,
         )
         for title, recipe, preset in (
             (
                 "CIFAR-100, alpha 1.0",
                 "dffke-cifar100-alpha-1.0",
-                "CIFAR-100, alpha 1.0, preset paper",
+                "dffke-cifar100-preset-paper",
             ),
             (
                 "CIFAR-100, alpha 0.1",
                 "dffke-cifar100-alpha-0.1",
-                "CIFAR-100, alpha 0.1, preset paper",
+                "dffke-cifar-paper-augmented: CIFAR-100, alpha 0.1, preset paper",
             ),
-            ("CIFAR-10, alpha 1.0", "dffke-cifar10-alpha-1.0", "CIFAR-10, alpha 1.0, preset paper"),
-            ("CIFAR-10, alpha 0.1", "dffke-cifar10-alpha-0.1", "CIFAR-10, alpha 0.1, preset paper"),
+            (
+                "CIFAR-10, alpha 1.0",
+                "dffke-cifar10-alpha-1.0",
+                "dffke-cifar-paper-augmented: CIFAR-10, alpha 1.0, preset paper",
+            ),
+            (
+                "CIFAR-10, alpha 0.1",
+                "dffke-cifar10-alpha-0.1",
+                "dffke-cifar-paper-augmented: CIFAR-10, alpha 0.1, preset paper",
+            ),
         )
     ],
     "averaging.svg": [
