@@ -541,7 +541,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(process, signal.SIGINT)
-    assert status(process) == 1
+    assert status(process) == 130
     assert f"stopped in round 1; `barter resume {out}` continues" in said.read_text()
     assert "Traceback" not in said.read_text()
 
@@ -560,7 +560,7 @@ def test_an_interrupt_in_a_callback_is_not_lost(tmp_path: Path) -> None:
         gc.callbacks.append(interrupt_once)
         return main(command)
 
-    assert status(forked(run, said)) == 1
+    assert status(forked(run, said)) == 130
     assert f"stopped in round 1; `barter resume {out}` continues" in said.read_text()
     assert "Traceback" not in said.read_text()
 

@@ -172,7 +172,7 @@ def test_an_interrupt_before_the_first_round_is_said(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(place, interrupted)
     try:
-        assert main(["run", *few, "--out", str(tmp_path / "run")]) == 1
+        assert main(["run", *few, "--out", str(tmp_path / "run")]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err.startswith("barter: interrupted")
@@ -192,7 +192,7 @@ def test_an_interrupt_that_breaks_a_module_while_it_loads_is_said(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr("barter.cli.running.resolve", loading)
     try:
-        assert main(["run"]) == 1
+        assert main(["run"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "barter: interrupted\n"

@@ -121,5 +121,5 @@ def test_an_interruption_is_said_whether_typer_raises_or_returns_it(
         raise typer.Abort
 
     monkeypatch.setattr(command_line, "app", interrupt)
-    assert main([]) == 1
+    assert main([]) == 130
     assert capsys.readouterr().err == "barter: interrupted\n"

@@ -40,7 +40,13 @@ from barter.cli.options import (
     real_number,
     whole_number,
 )
-from barter.core.errors import BarterError, CheckpointError, ConfigError, is_out_of_memory
+from barter.core.errors import (
+    BarterError,
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    is_out_of_memory,
+)
 from barter.setup.catalogue import CHOICES, LISTINGS, known_keys
 from barter.version import __version__
 
@@ -618,8 +624,8 @@ def show_images(
         inspecting.save_sheets(run, out, columns)
 
 
-# The exit status of an interrupted process. Newer versions of typer return it after Ctrl-C; older
-# ones raise Abort.
+# The exit status of a process that SIGINT ended, as shells report it. Newer versions of typer return
+# it after Ctrl-C; older ones raise Abort.
 INTERRUPTED = 128 + signal.SIGINT
 RESEND_DELAY = 0.05  # seconds until an interrupt that Python has discarded is sent again
 
@@ -631,8 +637,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments; None for those of this process.
 
     Returns:
-        0 on success, 2 for an error of usage, configuration or checkpoint, 1 for other errors of
-        barter, of the disk or of memory, and for an interrupt. Other exceptions are raised.
+        0 on success, 2 for an error of usage, configuration or checkpoint, 130 after Ctrl-C, 1 for
+        other errors of barter, of the disk or of memory. Other exceptions are raised.
     """
     with _recorded_interrupts() as interrupts:
         try:
@@ -640,7 +646,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception:
             if not interrupts:
                 raise
-            return _fail("interrupted", 1)
+            return _fail("interrupted", INTERRUPTED)
 
 
 @contextmanager
@@ -700,16 +706,18 @@ def _run_command(arguments: Sequence[str] | None) -> int:
             standalone_mode=False,
         )
         if status == INTERRUPTED:
-            return _fail("interrupted", 1)
+            return _fail("interrupted", INTERRUPTED)
         return status if isinstance(status, int) else 0
     except usage_error as error:
         return _refuse(error)
     except (ConfigError, CheckpointError) as error:
         return _fail(str(error), 2)
+    except Interrupted as error:
+        return _fail(str(error), INTERRUPTED)
     except BarterError as error:
         return _fail("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
     except (typer.Abort, KeyboardInterrupt):
-        return _fail("interrupted", 1)
+        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         return 1
     except OSError as error:
