@@ -8,7 +8,7 @@ from rich.table import Table
 from barter.cli.common import make_console
 from barter.core.errors import ConfigError
 from barter.recipes.recipe import PublishedRecipe, find_recipe, recipe_names
-from barter.recipes.stored import SeedSpread, common_hardware, spread_over_seeds
+from barter.recipes.stored import SeedSpread, spread_over_seeds
 
 __all__ = ["format_accuracy", "print_recipes"]
 
@@ -18,9 +18,14 @@ def format_accuracy(spread: SeedSpread) -> str:
 
     A single seed has no deviation.
     """
-    deviation = "" if spread.deviation is None else f" ± {100 * spread.deviation:.1f}"
     seeds = len(spread.values)
-    return f"{100 * spread.mean:.1f}{deviation} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
+    return f"{_percent(spread)} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
+
+
+def _percent(spread: SeedSpread) -> str:
+    """Return an accuracy in percent with its deviation over seeds."""
+    deviation = "" if spread.deviation is None else f" ± {100 * spread.deviation:.1f}"
+    return f"{100 * spread.mean:.1f}{deviation}"
 
 
 def print_recipes(options: dict[str, object]) -> None:
@@ -35,24 +40,27 @@ def print_recipes(options: dict[str, object]) -> None:
     for option, value in options.items():
         if value:
             raise ConfigError(f"--{option} is for a recipe: barter reproduce NAME --{option} ...")
-    table = Table(
-        "recipe", "data", "paper, %", "barter, %", "rounds", "one seed", "on", box=box.SIMPLE_HEAD
-    )
+    headings = ("recipe", "paper, %", "barter, %", "seeds", "rounds", "one seed", "device")
+    table = Table(*headings, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.columns[0].overflow = "fold"
     for name in recipe_names():
         recipe = find_recipe(name)
         spread = spread_over_seeds(recipe.published, recipe.metric)
         table.add_row(
             name,
-            recipe.data,
             "-" if recipe.paper is None else str(recipe.paper),
-            "-" if spread is None else format_accuracy(spread),
+            "-" if spread is None else _percent(spread),
+            "-" if spread is None else str(len(spread.values)),
             str(recipe.config["rounds"]),
             _minutes(recipe),
-            ": ".join(filter(None, [recipe.device, common_hardware(recipe.published)])),
+            recipe.device,
         )
-    console = make_console(wide=True, columns=180)
+    console = make_console(wide=True, columns=100)
     console.print(table)
-    console.print("barter reproduce NAME runs a recipe and compares it with both figures.")
+    console.print(
+        "barter reproduce NAME runs a recipe and compares it with both figures. Durations are those\n"
+        "of the published runs on the hardware that it names."
+    )
     for data in dict.fromkeys(find_recipe(name).data for name in recipe_names()):
         first = next(r for r in map(find_recipe, recipe_names()) if r.data == data)
         console.print(f"{data}: {first.describe_data()}", soft_wrap=True)
