@@ -71,7 +71,15 @@ def conclusion(statement: Statement) -> list[str]:
             f"together{within}."
         )
         lines.append(f"Noise came from {statement.noise}.")
-    return [*lines, f"Relation: {statement.relation}.", statement.left_out]
+    lines += [f"Relation: {statement.relation}.", statement.left_out]
+    named = next((row.part for row in statement.rows if "." in row.part), "")
+    if named:
+        method, _, part = named.partition(".")
+        lines.append(
+            f"{named} is {part!r} in the answers to {method!r}; `barter show algorithm` with the "
+            "method's name says what each answer holds."
+        )
+    return lines
 
 
 def statement_tables(statement: Statement) -> Iterator[Table | str]:
