@@ -6,6 +6,7 @@ runs and must stand in its page word for word. A failure prints the sentence tha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from barter.recipes.recipe import find_recipe
 from barter.recipes.stored import StoredRun, spread_over_seeds
+from benchmarks.htfllib import later_seconds, pair_runs
+from benchmarks.measured import RESULTS
 from benchmarks.tables import stored_rows
 
 ROOT = Path(__file__).parent.parent
@@ -118,6 +121,13 @@ def changes(phase: str, metric: str, sign: int) -> tuple[float, float]:
         else:
             found.append(sign * (points(PRESET, at, metric) - between))
     return min(found), max(found)
+
+
+def htfllib_ratios() -> tuple[float, float]:
+    """Return how many times as fast as HtFLlib's a round of barter is, at least and at most."""
+    runs = json.loads((RESULTS / "htfllib.json").read_text())["runs"]
+    ratios = [later_seconds(theirs) / later_seconds(ours) for theirs, ours in pair_runs(runs)]
+    return min(ratios), max(ratios)
 
 
 def momentum_gain() -> float:
@@ -365,6 +375,15 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float | int]]]] = [
             points(FEDAF, 20, "server"),
             points(FEDAF, 18, "server"),
         ],
+    ),
+    *(
+        (page, "{:.1f} to {:.1f} times as fast", lambda: [*htfllib_ratios()])
+        for page in (
+            "README.md",
+            "docs/coming-from.md",
+            "docs/results/htfllib.md",
+            "docs/results/speed.md",
+        )
     ),
     *(
         (page, sentence, lambda: [momentum_gain()])
