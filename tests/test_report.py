@@ -741,7 +741,7 @@ def test_a_live_page_that_is_stopped_stops(
         go_on(begun(tmp_path / "run", 2, 3), record(1, 2)),
         compared(tmp_path / "c", missing=6),
     ):
-        assert main(["report", str(folder), "--live"]) == 1
+        assert main(["report", str(folder), "--live"]) == 130
         assert "stopped" in capsys.readouterr().err
         assert (
             "location.reload()"
