@@ -408,6 +408,7 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float | int]]]] = [
         (page, sentence, lambda: [momentum_gain()])
         for page, sentence in (
             ("README.md", "on CIFAR-10 momentum brought it [{:.1f} points]"),
+            ("docs/methods/fedavg.md", "[brought the server {:.1f} points]"),
             ("docs/results/averaging.md", "brought FedAvg [{:.1f} points on CIFAR-10]"),
         )
     ),
