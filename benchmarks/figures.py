@@ -23,7 +23,7 @@ from benchmarks.tables import ROOT, stored_rows
 IMAGES = ROOT / "docs" / "images"
 COLOURS = ("#0b84a5", "#d1603d", "#7a8794", "#8a63b8")
 # Methods that train before the first exchange; that accuracy is drawn at round 0.
-TRAINED_BEFORE = ("DFFKE", "the paper as written", "oracle")
+TRAINED_BEFORE = ("DFFKE", "preset paper", "oracle")
 # Methods of which the server's model is drawn; of the others, the mean of the clients.
 SERVER_MODEL = ("FedAvg",)
 WIDTH, HEIGHT, GAP = 190, 150, 44  # of a panel, and between panels
@@ -57,7 +57,7 @@ FIGURES = {
     "dffke-cifar.svg": [
         Panel(
             title,
-            {"DFFKE": recipe, "the paper as written": preset},
+            {"DFFKE": recipe, "preset paper": preset},
             recipe,
         )
         for title, recipe, preset in (

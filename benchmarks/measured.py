@@ -195,7 +195,8 @@ def overview() -> Table:
             "every client: **a guarantee for every training image**, for the whole run",
         ],
         [
-            'DFFKE as published (`preset = "paper"`)',
+            "DFFKE as published, [as far as the paper is clear](docs/results/dffke-preset.md) "
+            '(`preset = "paper"`)',
             "any",
             published(),
             f"{accuracy(paper, skewed_preset, 'global', 4)} after 4",

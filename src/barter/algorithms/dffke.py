@@ -21,8 +21,11 @@ Differences from the paper, where it is silent or contradicts itself:
 - `code_dim`: docking layers map h_k to h = 512, the only width that gives the decoder 4.4 million
   parameters. They are kept over rounds; the global head of Eq. 11 is new in each round.
 - The decoder generates 32 x 32 pixels, which are resized for larger inputs.
-- `share`: the paper does not state how many embeddings are shared. Its 14.7 MB per round and
-  47.34 GB in total result from 15 %.
+- `share`: the paper's equations use the embeddings of all images, but the 14.7 MB that it stores
+  per round are those of 15 %, which preset "paper" has.
+- The paper does not say whether the decoder continues from round to round (`warm_decoder`), and
+  writes the losses of decoder and exchange as sums over clients (compare `mixed`). Preset "paper"
+  follows the authors' early code: a new decoder in each round, and batches of one client.
 
 Differences from the paper by default (preset "paper" is the paper; preset "code" adds what the
 authors' early code does in addition, and shares all embeddings; docs/results/dffke-ablations.md has the
@@ -253,7 +256,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     discrepancy: Discrepancy = "none"
     # τ: local training ends when an epoch's training accuracy reaches it (Table 9)
     tau: Fraction = 0.98
-    # share of its images whose embeddings a client uploads; the paper's byte counts imply 0.15
+    # share of its images whose embeddings a client uploads; 1 by the paper's equations, 0.15 by its
+    # byte counts
     share: Fraction = 0.6
     code_dim: Count = 512  # h: width of the unified embedding space
     # T_Tran: full-batch steps per client for docking layers and global head
@@ -293,12 +297,13 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     decoder_steps: Whole = 70
     # mean number of codes per client in a decoder step; none is batch_size, as in the paper
     decoder_batch: Count | None = 50
-    # the decoder continues from the last round's; the paper trains a new one in each round
+    # the decoder continues from the last round's; not stated in the paper, new in each round in the
+    # authors' early code
     warm_decoder: bool = True
     # smallest number of exchange steps, for small data sets; not in the paper
     exchange_steps: Whole = 60
-    # batches mix codes of all clients, or images of all peers and private images; in the paper,
-    # every batch is of one client
+    # batches mix codes of all clients, or images of all peers and private images; in the authors'
+    # early code, every batch is of one client
     mixed: bool = True
     # students see transfer images shifted and mirrored, like private images; not in the paper
     augmented: bool = True
