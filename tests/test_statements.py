@@ -374,10 +374,25 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[float | int]]]] = [
     ),
     (
         "docs/results/dffke-preset.md",
-        "the preset has {:.1f} instead of {:.1f}. The default has [{:.1f}]",
+        "the preset has {:.1f} instead of {:.1f}, with a decoder that continues {:.1f}, with both "
+        "{:.1f}",
         lambda: [
+            points(f"dffke-preset: {row}", 8)
+            for row in (
+                "share=1",
+                "preset paper",
+                "warm_decoder=true",
+                "share=1, warm_decoder=true",
+            )
+        ],
+    ),
+    (
+        "docs/results/dffke-preset.md",
+        "the preset has {:.1f}, and with whitened codes, which the paper does not have, {:.1f}. "
+        "The default has [{:.1f}]",
+        lambda: [
+            points(f"dffke-preset: {DECODER_FIELDS.removeprefix('whiten=0.1, ')}", 8),
             points(f"dffke-preset: {DECODER_FIELDS}", 8),
-            points("dffke-preset: preset paper", 8),
             points("dffke-digits: dffke (default)", 5),
         ],
     ),
