@@ -124,4 +124,6 @@ def test_sites_are_not_said_to_take_part_where_they_would_not() -> None:
         text = " ".join(conclusion(experiment.privacy()))
         assert ("there is no guarantee." in text) != finite
         assert "Sites with `epsilon`" not in text
-        assert "learn.examples is 'examples' in the answers to 'learn'" in text
+        assert (
+            "learn.examples is the part 'examples' of clients' answers to the call 'learn'" in text
+        )

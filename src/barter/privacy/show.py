@@ -76,8 +76,8 @@ def conclusion(statement: Statement) -> list[str]:
     if named:
         method, _, part = named.partition(".")
         lines.append(
-            f"{named} is {part!r} in the answers to {method!r}; `barter show algorithm` with the "
-            "method's name says what each answer holds."
+            f"{named} is the part {part!r} of clients' answers to the call {method!r}. `barter show "
+            "algorithm NAME` says what each answer holds."
         )
     return lines
 
