@@ -58,8 +58,8 @@ def print_recipes(options: dict[str, object]) -> None:
     console = make_console(wide=True, columns=100)
     console.print(table)
     console.print(
-        "barter reproduce NAME runs a recipe and compares it with both figures. It also names the\n"
-        "hardware on which the duration of one seed was measured."
+        "barter reproduce NAME runs a recipe, compares it with the figures of the paper and of barter,\n"
+        "and names the hardware on which the time of one seed was measured."
     )
     for data in dict.fromkeys(find_recipe(name).data for name in recipe_names()):
         first = next(r for r in map(find_recipe, recipe_names()) if r.data == data)

@@ -72,11 +72,11 @@ def conclusion(statement: Statement) -> list[str]:
         )
         lines.append(f"Noise came from {statement.noise}.")
     lines += [f"Relation: {statement.relation}.", statement.left_out]
-    named = next((row.part for row in statement.rows if "." in row.part), "")
-    if named:
-        method, _, part = named.partition(".")
+    dotted = next((row.part for row in statement.rows if "." in row.part), "")
+    if dotted:
+        method, _, part = dotted.partition(".")
         lines.append(
-            f"{named} is the part {part!r} of clients' answers to the call {method!r}. `barter show "
+            f"For example, {dotted} is the part {part!r} of clients' answers to the call {method!r}. `barter show "
             "algorithm NAME` says what each answer holds."
         )
     return lines
